@@ -1,0 +1,422 @@
+"""The controller: observe → decide → apply around any optimizer, for the length of a training run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from nalora import checkpoint
+from nalora.blocks import FFNBlock, find_blocks
+from nalora.config import NALoRAConfig
+from nalora.control import controlled_parameters, factors, lora_parameters, multiply_gradients, multiply_updates
+from nalora.decision import BlockGroup, Decision
+from nalora.errors import NALoRAError
+from nalora.observer import GateObserver, is_observed
+from nalora.plan import BlockPlan, Plan, make_plan
+from nalora.tokens import watch_masks
+
+Kernels = Literal["auto", "off", "fused"]
+
+_ADAM_NOTICE = (
+    "nalora: Adam divides a steady factor out of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
+    " gradient space only the start-up transient of mask and scales acts; apply_to='update' makes them act throughout."
+)
+
+
+def attach(
+    model: nn.Module, optimizer: Optimizer, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto"
+) -> NALoRAController:
+    """Train the LoRA adapters of `model` nonlinearity-aware from here on.
+
+    The training loop stays as it is. To act before clipping, as the paper's hooks do, call
+    `controller.clip_grad_norm_` in place of torch's, or `controller.apply()` before it.
+
+    Args:
+        model: any model with PEFT LoRA layers.
+        optimizer: the torch optimizer that steps them; Accelerate's wrapper is looked through.
+        config: the settings; the paper's by default.
+        kernels: how statistics are computed; ``"auto"`` and ``"off"`` leave the model's arithmetic alone.
+
+    Raises:
+        NALoRAError: nothing to control, or something that would make the control silently wrong.
+    """
+    controller = NALoRAController(model, config, kernels=kernels)
+    try:
+        controller.bind(optimizer)
+    except NALoRAError:
+        controller.detach()
+        raise
+    return controller
+
+
+class NALoRAController:
+    """Holds the hooks, the state and the plan of one model; made by `attach` or `attach_trainer`."""
+
+    def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
+        self.config = config or NALoRAConfig()
+        self.model = _unwrapped(model)
+        if kernels not in ("auto", "off"):
+            raise NALoRAError(
+                "kernels", found=repr(kernels), expected="'auto' or 'off' in this version", fix="kernels='auto'"
+            )
+        self.plan: Plan = make_plan(find_blocks(self.model), self.config, statistics="reference")
+        for each in self.plan.blocks:
+            _refuse_unusable(each.block)
+
+        self._groups, self._places = _group(self.plan.blocks)
+        self._optimizer: Optimizer | None = None
+        self._optimizer_handles: list[RemovableHandle] = []
+        self._restore_zero_grad: Callable[[], None] = lambda: None
+        self._decisions: list[Decision] | None = None
+        self._before: list[Tensor] | None = None
+
+        masks, self._handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
+        self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
+        self._watched_gradients: set[nn.Parameter] = set()
+        self._watch_gradients()
+
+    # ---- observe -------------------------------------------------------------------------------------------------
+
+    def _observe(self, plan: BlockPlan, token_mask: Any) -> GateObserver:
+        group, index = self._places[plan.block.name]
+        layers = [p.module for p in plan.block.projections.values() if isinstance(p.module, LoraLayer)]
+        observer = GateObserver(
+            plan.block,
+            plan.thresholds,
+            group.sums(index),
+            token_mask,
+            with_up=self.config.importance == "utility",
+            is_adapted_pass=lambda: not layers[0].disable_adapters,
+        )
+        observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
+        observer.applied = lambda: self._decisions is not None
+        self._handles += observer.register()
+        return observer
+
+    def _watch_gradients(self) -> None:
+        """Learn when a backward pass reaches a block, also for adapters that became active later."""
+        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
+            for projection in plan.block.projections.values():
+                for _, b in lora_parameters(projection.module):
+                    if b.requires_grad and b not in self._watched_gradients:
+                        self._watched_gradients.add(b)
+                        hook = functools.partial(_gradient_arrived, observer)
+                        self._handles.append(b.register_post_accumulate_grad_hook(hook))
+
+    # ---- decide and apply ----------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Decide for this optimizer step and, in gradient space, multiply the gradients; once per step.
+
+        Call it after the last backward pass and before clipping. Without a call the optimizer's step does it.
+
+        Raises:
+            NALoRAError: a gate's adapter has a gradient although its gate was never observed.
+        """
+        if self._decisions is not None:
+            return
+        self._check_observed()
+        self._decisions = [group.decide(self.config) for group in self._groups]
+        if self.config.apply_to == "gradient":
+            multiply_gradients(self._factors())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied."""
+        self.apply()
+        return nn.utils.clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
+
+    def _factors(self) -> list[Any]:
+        decisions = dict(zip(map(id, self._groups), self._decisions or (), strict=True))
+        result = []
+        for plan in self.plan.blocks:
+            if plan.mask or plan.scaling:
+                group, index = self._places[plan.block.name]
+                result += factors(plan, decisions[id(group)], index, self.config.preserve_mean)
+        return result
+
+    def _check_observed(self) -> None:
+        self._watch_gradients()
+        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
+            if observer.gradient_arrived and observer.calls == 0:
+                raise NALoRAError(
+                    plan.block.gate.name,
+                    found="a gradient for this block's adapters, although its gate saw no token",
+                    expected="forward passes through the gate layer in training mode after attach",
+                    fix="switch off fused LoRA-MLP kernels (Unsloth; Axolotl: lora_mlp_kernel: false), attach before"
+                    " the first compiled call (or torch.compiler.reset()), and train in model.train() mode",
+                )
+        if not any(observer.calls for observer in self._observers):
+            self._check_still_there()
+
+    def _check_still_there(self) -> None:
+        modules = dict(self.model.named_modules())
+        for plan in self.plan.blocks:
+            for projection in plan.block.projections.values():
+                merged = isinstance(projection.module, LoraLayer) and projection.module.merged
+                if merged or modules.get(projection.name) is not projection.module:
+                    raise NALoRAError(
+                        projection.name,
+                        found="merged adapters" if merged else "a layer that was unloaded or replaced since attach",
+                        expected="the LoRA layers that the controller was attached to",
+                        fix="unmerge before training on" if merged else "detach(), then attach again",
+                    )
+
+    # ---- around the optimizer ------------------------------------------------------------------------------------
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Act around this optimizer's steps, in place of any other.
+
+        Raises:
+            NALoRAError: an optimizer that cannot be acted around, or one that does not hold the LoRA parameters.
+        """
+        optimizer = _inner_optimizer(optimizer)
+        if optimizer is self._optimizer:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for plan in self.plan.blocks:
+            for parameter in controlled_parameters(plan):
+                if id(parameter) not in held:
+                    raise NALoRAError(
+                        names[id(parameter)],
+                        found=f"a trainable LoRA parameter that {type(optimizer).__name__} does not hold",
+                        expected="every controlled LoRA parameter in the optimizer given to attach",
+                        fix="build the optimizer from the parameters of this model after adding the adapter, and do"
+                        " not step parameters inside backward",
+                    )
+        self._unbind()
+        self._optimizer = optimizer
+        self._optimizer_handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._restore_zero_grad = _after_call(optimizer, "zero_grad", self._gradients_zeroed)
+        if self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower():
+            _tell_once(_ADAM_NOTICE)
+
+    def _unbind(self) -> None:
+        for handle in self._optimizer_handles:
+            handle.remove()
+        self._optimizer_handles = []
+        self._restore_zero_grad()
+        self._restore_zero_grad = lambda: None
+        self._optimizer = None
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # torch hands the hook the optimizer itself as args[0].
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._enter_step()
+            return None
+
+        # The closure computes the gradients inside the step: the control follows it there.
+        def then_control() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._enter_step()
+            return loss
+
+        return (args[:1], {**kwargs, "closure": then_control})
+
+    def _enter_step(self) -> None:
+        self.apply()
+        if self.config.apply_to == "update":
+            self._before = [each.parameter.detach().clone() for each in self._factors()]
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._decisions is None:
+            return
+        if self._before is not None:
+            multiply_updates(self._factors(), self._before)
+        # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
+        found_inf = getattr(optimizer, "found_inf", None)
+        happened = None if found_inf is None else found_inf == 0
+        for group, decision in zip(self._groups, self._decisions, strict=True):
+            group.commit(decision, happened)
+        self._open_window()
+
+    def _gradients_zeroed(self) -> None:
+        """Forget a window whose gradients were thrown away; a forward pass still without one stays."""
+        if any(observer.gradient_arrived for observer in self._observers):
+            self._open_window()
+
+    def _open_window(self) -> None:
+        self._decisions = self._before = None
+        for group in self._groups:
+            group.open_window()
+        for observer in self._observers:
+            observer.open_window()
+
+    def _optimizer_parameters(self) -> Iterable[Tensor]:
+        assert self._optimizer is not None
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    # ---- what users read -----------------------------------------------------------------------------------------
+
+    def metrics(self, per_block: bool = False) -> dict[str, float]:
+        """The state after the last step as floats for loggers; means over blocks, or each block's own as well.
+
+        Regime shares and the score a are means over the tokens of the last step; `stability` is the mean change of
+        the mask in it; `skipped_updates` counts block updates left out for non-finite z or for want of tokens.
+        """
+        values: dict[str, Tensor] = {}
+        for group in self._groups:
+            columns = {
+                "p_sup": group.shares[:, 0],
+                "p_res": group.shares[:, 1],
+                "p_pos": group.shares[:, 2],
+                "a": group.score,
+                "scale_gate": group.scales[:, 0],
+                "scale_up": group.scales[:, 1],
+                "scale_down": group.scales[:, 2],
+                "mask_mean": group.mask.mean(-1),
+                "kept_share": (group.mask > 0.5).to(group.mask.dtype).mean(-1),
+                "stability": group.stability,
+                "skipped_updates": group.skipped.to(group.mask.dtype),
+            }
+            table = torch.stack(list(columns.values()), dim=1).double().cpu()
+            values |= dict(zip(group.names, table, strict=True))
+        rows = torch.stack([values[plan.block.name] for plan in self.plan.blocks])
+        result = dict(zip(columns, rows.mean(0).tolist(), strict=True))
+        result["skipped_updates"] = rows[:, -1].sum().item()
+        if per_block:
+            for plan, row in zip(self.plan.blocks, rows.tolist(), strict=True):
+                result |= {f"{plan.block.name}/{name}": value for name, value in zip(columns, row, strict=True)}
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, by block name, with the version of its form."""
+        return checkpoint.state_of(self._groups, self.config)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; nothing changes where it does not fit.
+
+        Raises:
+            NALoRAError: another version, other blocks, other widths.
+        """
+        checkpoint.restore(self._groups, self.config, state)
+        self._open_window()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the state as one safetensors file into `folder`, whole or not at all; its path."""
+        return checkpoint.save(self.state_dict(), Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            NALoRAError: no file there, a damaged one, or one of another model or version.
+        """
+        self.load_state_dict(checkpoint.load(Path(folder)))
+
+    def detach(self) -> None:
+        """Take every hook off the model and the optimizer; the adapters stay as they are."""
+        self._unbind()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
+    """Stack the blocks that can be decided together; where each one went."""
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
+    for plan in blocks:
+        adapter = next(b for p in plan.block.projections.values() for _, b in lora_parameters(p.module))
+        dtype = torch.promote_types(adapter.dtype, torch.float32)
+        kinds.setdefault((plan.block.width, dtype, adapter.device), []).append(plan.block.name)
+    groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
+    return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
+
+
+def _refuse_unusable(block: FFNBlock) -> None:
+    for projection in block.projections.values():
+        if is_observed(projection.module):
+            raise NALoRAError(
+                projection.name,
+                found="a layer that another controller watches already",
+                expected="one controller per model",
+                fix="call detach() on the first one",
+            )
+        for parameter in projection.module.parameters():
+            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+                raise NALoRAError(
+                    projection.name,
+                    found="parameters sharded over devices (DTensor: tensor parallel or FSDP2)",
+                    expected="whole parameters on each rank: a quantile over a shard is another method",
+                    fix="train with DDP or on one device",
+                )
+
+
+def _inner_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside Accelerate's wrapper, or a refusal."""
+    origin = type(optimizer).__module__.partition(".")[0]
+    if origin == "accelerate":
+        return _inner_optimizer(optimizer.optimizer)
+    if origin == "deepspeed" or not isinstance(optimizer, Optimizer):
+        raise NALoRAError(
+            "attach(optimizer=…)",
+            found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer; DeepSpeed steps its own master copy of the parameters",
+            fix="train with DDP, or without DeepSpeed",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NALoRAError(
+            "attach(optimizer=…)",
+            found="LBFGS, which evaluates the loss several times in one step",
+            expected="an optimizer with one gradient per step",
+            fix="use AdamW, SGD or Adafactor",
+        )
+    return optimizer
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, so that block names stay the same."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _gradient_arrived(observer: GateObserver, parameter: Tensor) -> None:
+    observer.gradient_arrived = True
+
+
+def _after_call(owner: Any, method: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Let `then` follow every call of the owner's method; the function returned puts things back."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    had_own = method in vars(owner)
+    setattr(owner, method, followed)
+
+    def restore() -> None:
+        if had_own:
+            setattr(owner, method, original)
+        else:
+            delattr(owner, method)
+
+    return restore
+
+
+@functools.cache
+def _tell_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=4)

@@ -1,0 +1,110 @@
+"""Decide: once per optimizer step, from sums to mask and step scales, all blocks of one width at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nalora import equations
+from nalora.config import NALoRAConfig
+from nalora.statistics import Sums
+
+
+class Decision(NamedTuple):
+    """What a step would make of the state of `n` blocks; committed only if the step really happens."""
+
+    mask: Tensor  # [n, width]
+    scales: Tensor  # [n, 3], gate, up, down
+    valid: Tensor  # [n] bool: the block saw tokens, all of them finite
+    shares: Tensor  # [n, 3]
+    score: Tensor  # [n]
+
+
+class BlockGroup:
+    """The stacked statistics and state of the blocks that share a width, a dtype and a device.
+
+    The exponential averages live in `mask` and `scales`. Everything stays on the device: invalid blocks are kept by
+    `torch.where`, never by asking the host.
+    """
+
+    def __init__(self, names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.names, self.width = names, width
+        n = len(names)
+        self.sensitivity = torch.zeros(n, width, dtype=dtype, device=device)
+        self.regimes = torch.zeros(n, 3, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(n, dtype=torch.int64, device=device)
+        self.mask = torch.ones(n, width, dtype=dtype, device=device)
+        self.scales = torch.ones(n, 3, dtype=dtype, device=device)
+        self.updates = torch.zeros(n, dtype=torch.int64, device=device)
+        self.skipped = torch.zeros(n, dtype=torch.int64, device=device)
+        self.shares = torch.zeros(n, 3, dtype=dtype, device=device)
+        self.score = torch.zeros(n, dtype=dtype, device=device)
+        self.stability = torch.zeros(n, dtype=dtype, device=device)
+
+    STATE = ("mask", "scales", "updates", "skipped", "shares", "score", "stability")
+
+    def sums(self, index: int) -> Sums:
+        """The buffers that block `index` accumulates into."""
+        return Sums(self.sensitivity[index], self.regimes[index], self.tokens[index])
+
+    def open_window(self) -> None:
+        """Start the sums of the next optimizer step."""
+        self.sensitivity.zero_()
+        self.regimes.zero_()
+        self.tokens.zero_()
+
+    @torch.no_grad()
+    def decide(self, config: NALoRAConfig) -> Decision:
+        """The next mask and step scales (eq. mask_soft to scale_ema), over all ranks' tokens."""
+        sensitivity, regimes, tokens = self._over_ranks()
+        k_eff = equations.channel_score(sensitivity, tokens)
+        valid = (tokens > 0) & torch.isfinite(k_eff).all(-1)
+        first = (self.updates == 0) & (config.start == "first")
+
+        if config.keep_ratio == 1:
+            mask = torch.ones_like(k_eff)
+        else:
+            threshold = equations.quantile_threshold(k_eff, config.keep_ratio)
+            mask = equations.soft_mask(k_eff, threshold, config.sharpness)
+        mask = torch.where(first[:, None], mask, equations.ema(self.mask, mask, config.mask_ema))
+
+        shares = equations.regime_shares(regimes, dtype=self.scales.dtype)
+        score = equations.regime_score(shares, config.positive_penalty)
+        scales = torch.stack(
+            [equations.step_scale(score, p.sensitivity, p.low, p.high) for p in (config.gate, config.up, config.down)],
+            dim=-1,
+        )
+        scales = torch.where(first[:, None], scales, equations.ema(self.scales, scales, config.scale_ema))
+        return Decision(
+            mask=torch.where(valid[:, None], mask, self.mask),
+            scales=torch.where(valid[:, None], scales, self.scales),
+            valid=valid,
+            shares=torch.where(valid[:, None], shares, self.shares),
+            score=torch.where(valid, score, self.score),
+        )
+
+    @torch.no_grad()
+    def commit(self, decision: Decision, happened: Tensor | None) -> None:
+        """Take the decision over, unless the device says that the optimizer skipped its step."""
+        everywhere = torch.ones_like(decision.valid) if happened is None else happened.to(decision.valid).expand_as(decision.valid)
+        taken = decision.valid & everywhere
+        self.stability = torch.where(taken, (decision.mask - self.mask).abs().mean(-1), self.stability)
+        self.mask = torch.where(taken[:, None], decision.mask, self.mask)
+        self.scales = torch.where(taken[:, None], decision.scales, self.scales)
+        self.shares = torch.where(taken[:, None], decision.shares, self.shares)
+        self.score = torch.where(taken, decision.score, self.score)
+        self.updates += taken
+        self.skipped += everywhere & ~decision.valid
+
+    def _over_ranks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums of all data-parallel ranks, so that every rank decides the same."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return self.sensitivity, self.regimes, self.tokens
+        sensitivity = self.sensitivity.clone()
+        counts = torch.cat([self.regimes, self.tokens[:, None]], dim=1)
+        dist.all_reduce(sensitivity)
+        dist.all_reduce(counts)
+        return sensitivity, counts[:, :3], counts[:, 3]

@@ -1,0 +1,18 @@
+"""The one exception type of nalora."""
+
+from __future__ import annotations
+
+
+class NALoRAError(RuntimeError):
+    """Something nalora refuses to do, said so that it can be mended.
+
+    Args:
+        where: the module, parameter or file the problem is about.
+        found: what is there.
+        expected: what should be there.
+        fix: the one change that helps.
+    """
+
+    def __init__(self, where: str, *, found: str, expected: str, fix: str) -> None:
+        self.where, self.found, self.expected, self.fix = where, found, expected, fix
+        super().__init__(f"{where}: found {found}; expected {expected}. Fix: {fix}")

@@ -1,0 +1,160 @@
+"""Observe: hooks that hand each gate pre-activation to the statistics, every learned token exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nalora.blocks import FFNBlock
+from nalora.errors import NALoRAError
+from nalora.statistics import Sums, accumulate
+from nalora.tokens import TokenMask
+
+_keys = itertools.count()
+_observers: weakref.WeakValueDictionary[int, GateObserver] = weakref.WeakValueDictionary()
+
+
+class GateObserver:
+    """Watches one FFN block and keeps its place in the window of the current optimizer step.
+
+    A window holds what the next optimizer step learns from. `calls` counts the passes observed in it, and
+    `gradient_arrived` says that a backward pass has reached the block's adapters since it opened.
+    """
+
+    def __init__(
+        self,
+        block: FFNBlock,
+        thresholds: tuple[float, float],
+        sums: Sums,
+        token_mask: TokenMask,
+        with_up: bool,
+        is_adapted_pass: Callable[[], bool],
+    ) -> None:
+        self.block, self.thresholds, self.sums, self.token_mask = block, thresholds, sums, token_mask
+        self.with_up = with_up
+        self.is_adapted_pass = is_adapted_pass
+        self.gradient_is_gone: Callable[[], bool] = lambda: False
+        self.applied: Callable[[], bool] = lambda: False
+        self.waiting: Tensor | None = None
+        self.open_window()
+        self.key = next(_keys)
+        _observers[self.key] = self
+
+    def open_window(self) -> None:
+        """Forget the passes of the last window; the sums are the caller's to zero."""
+        self.calls = 0
+        self.gradient_arrived = False
+        self._first_pass_learned = False
+        self.waiting = None
+
+    def discard_window(self) -> None:
+        """Drop what was observed for gradients that nobody will use."""
+        self.open_window()
+        for each in self.sums:
+            each.zero_()
+
+    def register(self) -> list[RemovableHandle]:
+        """Hook the block's layers; the handles remove it again."""
+        gate, up = self.block.gate, self.block.up
+        handles = [gate.module.register_forward_hook(_Hook(self, "gate"))]
+        if self.with_up and up is not None and not self.block.fused:
+            handles.append(up.module.register_forward_hook(_Hook(self, "up")))
+        return handles
+
+    def see(self, role: str, output: Tensor) -> None:
+        """Take the output of the gate (or up) layer; with both at hand where both are needed, count the tokens."""
+        output = output.detach()
+        if not self.with_up or self.block.up is None:
+            self._send(output[..., self.block.gate.rows], None)
+        elif self.block.fused:
+            self._send(output[..., self.block.gate.rows], output[..., self.block.up.rows])
+        elif self.waiting is None:
+            # Only a reference, for the moment between two neighbouring layers of the same forward pass.
+            self.waiting = output
+        else:
+            first, self.waiting = self.waiting, None
+            self._send(*((output, first) if role == "gate" else (first, output)))
+
+    def _send(self, z: Tensor, u: Tensor | None) -> None:
+        if u is not None and self.block.up_offset:
+            u = u + self.block.up_offset
+        mask = self.token_mask.of(z)
+        learning = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            torch.ops.nalora.observe(z, u, mask, *self.sums, self.key, learning)
+        else:
+            self.count(z, u, mask, learning, self.sums)
+
+    def count(self, z: Tensor, u: Tensor | None, mask: Tensor | None, learning: bool, sums: Sums) -> None:
+        """Add a pass to the sums if the loss learns from it and it was not counted before.
+
+        Inside a backward pass (a running graph task) a forward pass can only be a recomputation. It repeats a
+        pass that was counted, unless that first pass ran under no_grad: then it was not told apart from a mere
+        scoring pass, and the recomputation is the one that carries gradients (reentrant checkpointing).
+        """
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not learning or (recomputing and self._first_pass_learned):
+            return
+        if self.gradient_arrived and self.gradient_is_gone():
+            self.discard_window()
+        if self.applied():
+            raise NALoRAError(
+                self.block.name,
+                found="another forward pass after the control was applied to these gradients",
+                expected="optimizer.step() or optimizer.zero_grad() in between",
+                fix="call controller.apply() or clip_grad_norm_() once, after the last backward of a step",
+            )
+        self._first_pass_learned |= not recomputing
+        self.calls += 1
+        accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
+
+
+class _Hook:
+    """The forward hook on a layer. A deep copy or a pickle of the model gets a dead one in its place."""
+
+    def __init__(self, observer: GateObserver, role: str) -> None:
+        self.observer, self.role = observer, role
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if module.training and self.observer.is_adapted_pass():
+            self.observer.see(self.role, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _dead_hook, ()
+
+
+def _dead_hook() -> Any:
+    return _ignore
+
+
+def _ignore(module: nn.Module, args: Any, output: Any) -> None:
+    """What remains of an observer on a copied model."""
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether a live observer already watches the layer."""
+    return any(isinstance(hook, _Hook) for hook in module._forward_hooks.values())
+
+
+# torch.compile sees one opaque operator: no graph break, no Python counter to guard on, and its body runs at every
+# call, so that recomputations are recognised there as in eager mode.
+@torch.library.custom_op("nalora::observe", mutates_args=("sensitivity", "regimes", "tokens"))
+def _observe(
+    z: Tensor,
+    u: Tensor | None,
+    mask: Tensor | None,
+    sensitivity: Tensor,
+    regimes: Tensor,
+    tokens: Tensor,
+    key: int,
+    learning: bool,
+) -> None:
+    observer = _observers.get(key)
+    if observer is not None:
+        observer.count(z, u, mask, learning, Sums(sensitivity, regimes, tokens))

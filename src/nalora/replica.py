@@ -1,0 +1,271 @@
+"""Replicas: a module run with stand-ins for its linear layers, to see what it does with their outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Final
+
+import torch
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from torch import Tensor, nn
+
+_TOKENS: Final = 4
+_SIGN_CODES: Final = 4
+# Norm weights and the like are copied to float32 for the replica; anything larger is used as it is.
+_SMALL: Final = 1 << 20
+
+
+class _Output(nn.Module):
+    """The module's own output in the role of a consumer."""
+
+
+OUTPUT: Final = _Output()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of a linear layer that reach the channels of a consumer one to one, in order."""
+
+    source: nn.Module
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a consumer's `width` channels are made of: one part, or the product of two."""
+
+    parts: tuple[Part, ...]
+    width: int
+
+
+def feature_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer of any make: torch, PEFT, quantised, or Conv1D with its transposed weight."""
+    if isinstance(module, ParamWrapper):
+        return None
+    if isinstance(module, LoraLayer) and feature_sizes(module.get_base_layer()) is None:
+        return None
+    inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(inner, int) and isinstance(outer, int):
+        return inner, outer
+    weight, outer = getattr(module, "weight", None), getattr(module, "nf", None)
+    if isinstance(outer, int) and isinstance(weight, Tensor) and weight.ndim == 2:
+        return weight.shape[0], outer
+    return None
+
+
+class _StandIn(nn.Module):
+    """Takes a linear layer's place: remembers what it was given and answers with `answer`."""
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = sizes
+        self.weight = torch.empty(sizes[1], sizes[0], device="meta")
+        self.bias = None
+        self.given: Tensor | None = None
+        self.answer: Tensor | None = None
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
+        self.given = x
+        assert self.answer is not None
+        return self.answer.reshape(*x.shape[:-1], self.out_features)
+
+
+class Replica:
+    """A module whose linear layers are stand-ins; see `nalora.blocks` for what it is asked."""
+
+    def __init__(self, module: nn.Module, linears: dict[nn.Module, tuple[int, int]], input_size: int) -> None:
+        self.device = _device_of(module)
+        self.stand_ins = {linear: _StandIn(sizes) for linear, sizes in linears.items()}
+        self.module = _copy_without_linears(module, self.stand_ins, self.device)
+        self.input_size = input_size
+
+    @classmethod
+    def of(cls, module: nn.Module, linears: dict[nn.Module, tuple[int, int]]) -> Replica | None:
+        """A replica that runs, or None where the module wants more than one tensor of hidden states."""
+        for input_size in dict.fromkeys(sizes[0] for sizes in linears.values()):
+            replica = cls(module, linears, input_size)
+            try:
+                replica.run({})
+            except Exception:  # noqa: BLE001 — foreign code: whatever it raises, it does not run on its own
+                continue
+            return replica
+        return None
+
+    def run(self, answers: dict[nn.Module, Tensor], tokens: int = _TOKENS) -> dict[nn.Module, Tensor]:
+        """Run with the given answers (random ones for the rest); what each consumer was given."""
+        generator = torch.Generator().manual_seed(0)
+        for linear, stand_in in self.stand_ins.items():
+            stand_in.given = None
+            default = _both_signs(tokens, stand_in.out_features, generator).to(self.device)
+            stand_in.answer = answers.get(linear, default)
+        x = torch.randn(1, tokens, self.input_size, generator=generator).to(self.device)
+        output = self.module(x, **_none_for_the_rest(self.module))
+        given = {linear: s.given for linear, s in self.stand_ins.items() if s.given is not None}
+        if isinstance(output, tuple) and output:
+            output = output[0]
+        return given | ({OUTPUT: output} if isinstance(output, Tensor) else {})
+
+    def wiring(self, consumer: nn.Module) -> Wiring | None:
+        """The parts that reach the consumer's channels one to one, or None where it is anything else."""
+        with torch.enable_grad():
+            generator = torch.Generator().manual_seed(1)
+            answers = {
+                linear: _both_signs(_TOKENS, s.out_features, generator).to(self.device).requires_grad_()
+                for linear, s in self.stand_ins.items()
+                if linear is not consumer
+            }
+            given = self.run(answers).get(consumer)
+            if given is None or not given.requires_grad or given.ndim < 2:
+                return None
+            channels = self._channels_of_rows(given, list(answers.values()))
+        width = given.shape[-1]
+        parts: list[Part] = []
+        for source, reached in zip(answers, channels, strict=True):
+            if reached is None:
+                continue
+            rows = _ordered_slices(reached, width)
+            if rows is None:
+                return None
+            parts += [Part(source, each) for each in rows]
+        return Wiring(tuple(parts), width) if 1 <= len(parts) <= 2 else None
+
+    def _channels_of_rows(self, given: Tensor, answers: list[Tensor]) -> list[Tensor | None]:
+        """For each answer the channel every row reaches; −1 for rows that reach none or several; None: untouched."""
+        width = given.shape[-1]
+        generator = torch.Generator().manual_seed(2)
+        index = torch.arange(1, width + 1, dtype=torch.float32) / width
+        signs = torch.randint(0, 2, (_SIGN_CODES, width), generator=generator) * 2.0 - 1.0
+        codes = [code.to(given) for code in (torch.ones(width), index, *signs)]
+        grads = [
+            torch.autograd.grad(given, answers, code.expand_as(given), retain_graph=True, allow_unused=True)
+            for code in codes
+        ]
+        channels: list[Tensor | None] = []
+        for plain, indexed, *signed in zip(*grads, strict=True):
+            if plain is None or not plain.any():
+                channels.append(None)
+                continue
+            strongest = plain.abs().argmax(0, keepdim=True)
+            at = lambda g: g.gather(0, strongest)[0]  # noqa: E731, B023
+            base = at(plain)
+            channel = (at(indexed) / base * width).round() - 1
+            # A row that reaches one channel c gives ±its own gradient for every sign code.
+            alone = torch.stack([(at(s).abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in signed]).all(0)
+            channels.append(torch.where(alone & (base != 0), channel, -1.0).long().cpu())
+        return channels
+
+    def bends(self, consumer: nn.Module, part: Part) -> bool:
+        """Whether the consumer answers to this part other than affinely, that is, through an activation."""
+        start = _both_signs(_TOKENS, self.stand_ins[part.source].out_features, torch.Generator().manual_seed(3))
+        start = start[:, part.rows].to(self.device)
+        # From one side of zero to the other: a hard gate is straight on either side and bent between them.
+        low, middle, high = (self._with_rows(consumer, {part: start * by}) for by in (1.0, 0.25, -0.5))
+        return not torch.allclose(middle, (low + high) / 2, rtol=1e-3, atol=1e-3)
+
+    def _with_rows(self, consumer: nn.Module, rows: dict[Part, Tensor]) -> Tensor:
+        """The consumer's input with the rows of some parts given; gradients flow through them."""
+        tokens = next(iter(rows.values())).shape[0]
+        answers: dict[nn.Module, Tensor] = {}
+        for part, values in rows.items():
+            size = self.stand_ins[part.source].out_features
+            if values.shape[-1] == size:
+                answers[part.source] = values
+                continue
+            if part.source not in answers:
+                fill = _both_signs(tokens, size, torch.Generator().manual_seed(4))
+                answers[part.source] = fill.to(values)
+            at = torch.arange(size, device=values.device)[part.rows].expand_as(values)
+            answers[part.source] = answers[part.source].scatter(-1, at, values)
+        given = self.run(answers, tokens)[consumer]
+        return given.reshape(tokens, -1)
+
+    def _rows_of(self, part: Part) -> int:
+        return len(range(*part.rows.indices(self.stand_ins[part.source].out_features)))
+
+    def activation(self, consumer: nn.Module, gate: Part, up: Part | None) -> Callable[[Tensor], Tensor]:
+        """φ as an elementwise function of any tensor: the gate's rows carry it, the up projection is held at 1 and 0."""
+        width = self._rows_of(gate)
+
+        def phi(z: Tensor) -> Tensor:
+            values = z.to(self.device, torch.float32 if z.dtype != torch.float64 else torch.float64).reshape(-1)
+            padded = torch.nn.functional.pad(values, (0, -values.numel() % width)).reshape(-1, width)
+            if up is None:
+                h = self._with_rows(consumer, {gate: padded})
+            else:
+                one, zero = torch.ones_like(padded), torch.zeros_like(padded)
+                h = self._with_rows(consumer, {gate: padded, up: one})
+                h = h - self._with_rows(consumer, {gate: padded, up: zero})
+            return h.reshape(-1)[: values.numel()].reshape(z.shape).to(z)
+
+        return phi
+
+    def up_offset(self, consumer: nn.Module, gate: Part, up: Part) -> float:
+        """b in φ(z) ⊙ (u + b); gpt-oss has b = 1, everyone else 0."""
+        phi = self.activation(consumer, gate, up)
+        z = torch.full((1, self._rows_of(gate)), 1.5, device=self.device)
+        with_zero = self._with_rows(consumer, {gate: z, up: torch.zeros_like(z)})
+        return round((with_zero / phi(z)).median().item(), 4)
+
+
+def _both_signs(tokens: int, size: int, generator: torch.Generator) -> Tensor:
+    """Random values in ±[0.5, 2.5], every other token positive, so that a ReLU passes each row somewhere."""
+    magnitude = torch.rand(tokens, size, generator=generator) * 2 + 0.5
+    return magnitude * torch.tensor([1.0, -1.0]).repeat((tokens + 1) // 2)[:tokens, None]
+
+
+def _ordered_slices(reached: Tensor, width: int) -> list[slice] | None:
+    """The slices of rows that reach channels 0 … width−1 in order: all rows, two halves, or every other row."""
+    arange = torch.arange(width)
+    if reached.numel() == width and torch.equal(reached, arange):
+        return [slice(None)]
+    if reached.numel() == 2 * width:
+        for halves in ((slice(0, width), slice(width, 2 * width)), (slice(0, None, 2), slice(1, None, 2))):
+            if all(torch.equal(reached[rows], arange) for rows in halves):
+                return list(halves)
+    return None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in module.parameters()} - {torch.device("meta")}
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _none_for_the_rest(module: nn.Module) -> dict[str, None]:
+    """None for every required argument of forward after the first."""
+    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: None for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty}
+
+
+def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn], device: torch.device) -> nn.Module:
+    """A shallow copy of the module tree in evaluation mode, without hooks, with stand-ins for linear layers."""
+    if module in stand_ins:
+        return stand_ins[module]
+    copy = type(module).__new__(type(module))
+    copy.__dict__ = dict(module.__dict__)
+    for key, value in module.__dict__.items():
+        if key.endswith("_hooks") and isinstance(value, dict):
+            copy.__dict__[key] = OrderedDict()
+        elif isinstance(value, MethodType) and value.__self__ is module:
+            copy.__dict__[key] = MethodType(value.__func__, copy)
+    copy.__dict__["_compiled_call_impl"] = None
+    copy.__dict__["training"] = False
+    for store in ("_parameters", "_buffers"):
+        copy.__dict__[store] = {k: _usable(t, device) for k, t in module.__dict__[store].items()}
+    copy.__dict__["_modules"] = {
+        name: child if child is None else _copy_without_linears(child, stand_ins, device)
+        for name, child in module.__dict__["_modules"].items()
+    }
+    return copy
+
+
+def _usable(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    if tensor is None or tensor.numel() > _SMALL or not tensor.is_floating_point():
+        return tensor
+    if tensor.is_meta:
+        return torch.ones(tensor.shape, device=device)
+    return tensor.detach().to(device, torch.float32)
