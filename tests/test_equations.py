@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nalora import equations as eq
 from nalora.activations import KNOWN, get
+
+settings.register_profile("nalora", deadline=None)
+settings.load_profile("nalora")
 
 SILU = get("silu")
 by_activation = pytest.mark.parametrize("activation", KNOWN, ids=lambda activation: activation.name)
@@ -101,7 +104,7 @@ def test_bound_reduces_the_dimension_it_is_told():
 
 @given(vectors(4, -15, 15))
 def test_selection_mismatch_obeys_the_mean_value_theorem(values):
-    """prop:sensitivity_weighted_mismatch: σ′ falls away from 0, so its range on a segment is known exactly."""
+    """prop:sensitivity_weighted_mismatch: σ′ falls away from 0, so its range on a segment is known."""
     z_tar, _, z_lora, u_lora = values
     term = eq.mismatch_decomposition(*values, phi=SILU.phi, selection=SILU.selection).selection_mismatch
 

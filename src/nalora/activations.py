@@ -288,9 +288,7 @@ KNOWN: tuple[Activation, ...] = (
     _sigmoid_gated("gelu_tanh", _gelu_tanh, _tanh_exponent, degenerate=True),
     _sigmoid_gated("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), _quick_exponent, degenerate=True),
     Activation("relu", relu, _step, _step, _step, True),
-    Activation(
-        "relu2", lambda z: relu(z).square(), lambda z: 2 * relu(z), relu, lambda z: 2 * _step(z), True
-    ),
+    Activation("relu2", lambda z: relu(z).square(), lambda z: 2 * relu(z), relu, lambda z: 2 * _step(z), True),
     Activation("mish", mish, _mish_derivative, _mish_selection, _mish_kappa, False),
 )
 

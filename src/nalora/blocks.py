@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-from torch import Tensor, nn
+from torch import nn
 
 from nalora import activations
 from nalora.activations import Activation
@@ -199,7 +198,9 @@ def _check_variant(name: str, layer: LoraLayer) -> None:
 def _why_not_a_parameter(layer: ParamWrapper) -> str:
     parameter = f"{type(layer.get_base_layer()).__name__}.{layer.parameter_name}"
     if layer.get_param().ndim == 3:
-        return f"3-D expert parameter {parameter}: its experts share one adapter, and their gates see routed tokens only"
+        return (
+            f"3-D expert parameter {parameter}: its experts share one adapter, and their gates see routed tokens only"
+        )
     return f"bare parameter {parameter}: a router or the like, not an FFN projection"
 
 
@@ -213,9 +214,13 @@ def _unsupported(name: str, found: str) -> NALoRAError:
 
 
 def _no_lora_layers(model: nn.Module) -> NALoRAError:
-    tuners = {type(m).__module__.split(".")[2] for m in model.modules() if type(m).__module__.startswith("peft.tuners.")}
+    tuners = {
+        type(m).__module__.split(".")[2] for m in model.modules() if type(m).__module__.startswith("peft.tuners.")
+    }
     linear = sum(isinstance(m, nn.Linear) for m in model.modules())
-    seen = f"{type(model).__name__} with {linear} linear layers" + (f", PEFT tuners {sorted(tuners)}" if tuners else "")
+    seen = f"{type(model).__name__} with {linear} linear layers" + (
+        f", PEFT tuners {sorted(tuners)}" if tuners else ""
+    )
     return NALoRAError(
         type(model).__name__,
         found=f"no LoRA layers ({seen})",

@@ -22,7 +22,10 @@ _PAPER_ARGUMENTS = {
 def _require(field: str, value: Any, holds: bool, expected: str) -> None:
     if not holds:
         raise NALoRAError(
-            f"NALoRAConfig.{field}", found=repr(value), expected=expected, fix=f"set {field} within that range"
+            f"NALoRAConfig.{field}",
+            found=repr(value),
+            expected=expected,
+            fix=f"set {field} within that range",
         )
 
 

@@ -12,14 +12,20 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from nalora import checkpoint
 from nalora.blocks import FFNBlock, find_blocks
 from nalora.config import NALoRAConfig
-from nalora.control import controlled_parameters, factors, lora_parameters, multiply_gradients, multiply_updates
+from nalora.control import (
+    controlled_parameters,
+    factors,
+    lora_parameters,
+    multiply_gradients,
+    multiply_updates,
+)
 from nalora.decision import BlockGroup, Decision
 from nalora.errors import NALoRAError
+from nalora.following import follow
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import BlockPlan, Plan, make_plan
 from nalora.tokens import watch_masks
@@ -28,7 +34,7 @@ Kernels = Literal["auto", "off", "fused"]
 
 _ADAM_NOTICE = (
     "nalora: Adam divides a steady factor out of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
-    " gradient space only the start-up transient of mask and scales acts; apply_to='update' makes them act throughout."
+    " gradient space only the start-up transient of mask and scales acts; apply_to='update' makes them last."
 )
 
 
@@ -66,7 +72,10 @@ class NALoRAController:
         self.model = _unwrapped(model)
         if kernels not in ("auto", "off"):
             raise NALoRAError(
-                "kernels", found=repr(kernels), expected="'auto' or 'off' in this version", fix="kernels='auto'"
+                "kernels",
+                found=repr(kernels),
+                expected="'auto' or 'off' in this version",
+                fix="kernels='auto'",
             )
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, statistics="reference")
         for each in self.plan.blocks:
@@ -74,12 +83,13 @@ class NALoRAController:
 
         self._groups, self._places = _group(self.plan.blocks)
         self._optimizer: Optimizer | None = None
-        self._optimizer_handles: list[RemovableHandle] = []
-        self._restore_zero_grad: Callable[[], None] = lambda: None
+        self._let_go_of_optimizer: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
         self._before: list[Tensor] | None = None
 
-        masks, self._handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
+        masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
+        self._undo += [handle.remove for handle in handles]
         self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
         self._watched_gradients: set[nn.Parameter] = set()
         self._watch_gradients()
@@ -99,7 +109,7 @@ class NALoRAController:
         )
         observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
         observer.applied = lambda: self._decisions is not None
-        self._handles += observer.register()
+        self._undo += [handle.remove for handle in observer.register()]
         return observer
 
     def _watch_gradients(self) -> None:
@@ -110,7 +120,7 @@ class NALoRAController:
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
                         hook = functools.partial(_gradient_arrived, observer)
-                        self._handles.append(b.register_post_accumulate_grad_hook(hook))
+                        self._undo.append(b.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     # ---- decide and apply ----------------------------------------------------------------------------------------
 
@@ -195,20 +205,18 @@ class NALoRAController:
                     )
         self._unbind()
         self._optimizer = optimizer
-        self._optimizer_handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        self._let_go_of_optimizer = [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            follow(optimizer, "zero_grad", after=self._gradients_zeroed),
         ]
-        self._restore_zero_grad = _after_call(optimizer, "zero_grad", self._gradients_zeroed)
         if self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower():
             _tell_once(_ADAM_NOTICE)
 
     def _unbind(self) -> None:
-        for handle in self._optimizer_handles:
-            handle.remove()
-        self._optimizer_handles = []
-        self._restore_zero_grad()
-        self._restore_zero_grad = lambda: None
+        for let_go in self._let_go_of_optimizer:
+            let_go()
+        self._let_go_of_optimizer = []
         self._optimizer = None
 
     def _before_step(
@@ -246,7 +254,7 @@ class NALoRAController:
             group.commit(decision, happened)
         self._open_window()
 
-    def _gradients_zeroed(self) -> None:
+    def _gradients_zeroed(self, *_: Any, **__: Any) -> None:
         """Forget a window whose gradients were thrown away; a forward pass still without one stays."""
         if any(observer.gradient_arrived for observer in self._observers):
             self._open_window()
@@ -323,9 +331,13 @@ class NALoRAController:
     def detach(self) -> None:
         """Take every hook off the model and the optimizer; the adapters stay as they are."""
         self._unbind()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def on_detach(self, undo: Callable[[], None]) -> None:
+        """Have `undo` run when the controller is detached."""
+        self._undo.append(undo)
 
 
 def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
@@ -393,28 +405,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _gradient_arrived(observer: GateObserver, parameter: Tensor) -> None:
     observer.gradient_arrived = True
-
-
-def _after_call(owner: Any, method: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Let `then` follow every call of the owner's method; the function returned puts things back."""
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
-        return result
-
-    had_own = method in vars(owner)
-    setattr(owner, method, followed)
-
-    def restore() -> None:
-        if had_own:
-            setattr(owner, method, original)
-        else:
-            delattr(owner, method)
-
-    return restore
 
 
 @functools.cache

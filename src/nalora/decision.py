@@ -74,7 +74,10 @@ class BlockGroup:
         shares = equations.regime_shares(regimes, dtype=self.scales.dtype)
         score = equations.regime_score(shares, config.positive_penalty)
         scales = torch.stack(
-            [equations.step_scale(score, p.sensitivity, p.low, p.high) for p in (config.gate, config.up, config.down)],
+            [
+                equations.step_scale(score, p.sensitivity, p.low, p.high)
+                for p in (config.gate, config.up, config.down)
+            ],
             dim=-1,
         )
         scales = torch.where(first[:, None], scales, equations.ema(self.scales, scales, config.scale_ema))
@@ -89,7 +92,11 @@ class BlockGroup:
     @torch.no_grad()
     def commit(self, decision: Decision, happened: Tensor | None) -> None:
         """Take the decision over, unless the device says that the optimizer skipped its step."""
-        everywhere = torch.ones_like(decision.valid) if happened is None else happened.to(decision.valid).expand_as(decision.valid)
+        everywhere = (
+            torch.ones_like(decision.valid)
+            if happened is None
+            else happened.to(decision.valid).expand_as(decision.valid)
+        )
         taken = decision.valid & everywhere
         self.stability = torch.where(taken, (decision.mask - self.mask).abs().mean(-1), self.stability)
         self.mask = torch.where(taken[:, None], decision.mask, self.mask)

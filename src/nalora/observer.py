@@ -110,6 +110,13 @@ class GateObserver:
                 expected="optimizer.step() or optimizer.zero_grad() in between",
                 fix="call controller.apply() or clip_grad_norm_() once, after the last backward of a step",
             )
+        if z.device != sums.tokens.device:
+            raise NALoRAError(
+                self.block.name,
+                found=f"gate outputs on {z.device}, statistics on {sums.tokens.device}",
+                expected="the device the model was on when the controller was attached",
+                fix="move the model first, then attach",
+            )
         self._first_pass_learned |= not recomputing
         self.calls += 1
         accumulate(sums, z, self.block.activation, self.thresholds, u, mask)

@@ -90,7 +90,7 @@ class Replica:
             replica = cls(module, linears, input_size)
             try:
                 replica.run({})
-            except Exception:  # noqa: BLE001 — foreign code: whatever it raises, it does not run on its own
+            except Exception:
                 continue
             return replica
         return None
@@ -187,7 +187,7 @@ class Replica:
         return len(range(*part.rows.indices(self.stand_ins[part.source].out_features)))
 
     def activation(self, consumer: nn.Module, gate: Part, up: Part | None) -> Callable[[Tensor], Tensor]:
-        """φ as an elementwise function of any tensor: the gate's rows carry it, the up projection is held at 1 and 0."""
+        """φ as an elementwise function of any tensor: it goes in at the gate's rows, with the up projection at 1."""
         width = self._rows_of(gate)
 
         def phi(z: Tensor) -> Tensor:

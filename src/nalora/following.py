@@ -1,0 +1,38 @@
+"""Follow a method of somebody else's object without subclassing it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def follow(
+    owner: Any,
+    method: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Callable[[], None]:
+    """Run `before` or `after` with the arguments of every call of ``owner.method``; the result puts it back."""
+    original = getattr(owner, method)
+    was_own = method in vars(owner)
+
+    @functools.wraps(original)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(*args, **kwargs)
+        return result
+
+    setattr(owner, method, followed)
+
+    def put_back() -> None:
+        if was_own:
+            setattr(owner, method, original)
+        else:
+            delattr(owner, method)
+
+    return put_back

@@ -1,0 +1,76 @@
+"""Small real models and batches for the tests."""
+
+from __future__ import annotations
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY = 64
+
+
+def llama(
+    dtype: torch.dtype = torch.float64,
+    layers: int = 2,
+    target_modules="all-linear",
+    seed: int = 0,
+    lora_b: float = 0.05,
+    spread: float = 3.0,
+    **lora,
+) -> peft.PeftModel:
+    """A Llama with LoRA on every linear layer, B ≠ 0 and gates spread over all three regimes."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+        initializer_range=0.1,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.data *= spread
+    return with_lora(model.to(dtype), target_modules, lora_b, **lora)
+
+
+def with_lora(model: nn.Module, target_modules="all-linear", lora_b: float = 0.05, **lora) -> peft.PeftModel:
+    settings = dict(r=4, lora_alpha=8, target_modules=target_modules) | lora
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and lora_b:
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * lora_b).to(parameter)
+    return model.train()
+
+
+def tokens(batch: int = 4, length: int = 12, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest difference over all parameters, relative to each one's norm."""
+    assert one.keys() == other.keys()
+    return max(((one[k] - other[k]).norm() / one[k].norm().clamp_min(1e-30)).item() for k in one)
+
+
+def sum_loss(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Summed next-token loss over real tokens, so that splitting a batch only splits a sum. Scaled to order one."""
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    if mask is not None:
+        losses = losses * mask[:, 1:].flatten()
+    return losses.sum() / 40
