@@ -29,7 +29,7 @@ def llama(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
         initializer_range=0.1,
         pad_token_id=0,
     )

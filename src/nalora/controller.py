@@ -109,6 +109,7 @@ class NALoRAController:
         )
         observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
         observer.applied = lambda: self._decisions is not None
+        observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
         return observer
 

@@ -41,6 +41,7 @@ class GateObserver:
         self.is_adapted_pass = is_adapted_pass
         self.gradient_is_gone: Callable[[], bool] = lambda: False
         self.applied: Callable[[], bool] = lambda: False
+        self.abandon: Callable[[], None] = self.discard_window
         self.waiting: Tensor | None = None
         self.open_window()
         self.key = next(_keys)
@@ -102,7 +103,7 @@ class GateObserver:
         if not learning or (recomputing and self._first_pass_learned):
             return
         if self.gradient_arrived and self.gradient_is_gone():
-            self.discard_window()
+            self.abandon()
         if self.applied():
             raise NALoRAError(
                 self.block.name,

@@ -58,10 +58,12 @@ class TokenMask:
         Raises:
             NALoRAError: a mask is there but does not match z's leading shape.
         """
-        masks = [mask for witness in self.witnesses if (mask := _as_token_mask(witness.value)) is not None]
-        mask = masks[0] if masks else None
-        if mask is not None:
-            mask = self._matching(mask, z)
+        mask = None
+        for witness in self.witnesses:
+            mask = _as_token_mask(witness.value)
+            if mask is not None:
+                mask = self._matching(mask, z)
+                break
         if self.decoder is not None:
             decoder_mask, labels = self.decoder[0].value, self.decoder[1].value
             if decoder_mask is None and labels is not None and labels.shape == z.shape[:-1]:

@@ -1,0 +1,189 @@
+"""Inspection: the plan for a model before any training, from its config alone, without a single weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+from nalora.blocks import find_blocks
+from nalora.config import NALoRAConfig
+from nalora.errors import NALoRAError
+from nalora.plan import Plan, make_plan
+
+_ADAPTER_FILE = "adapter_config.json"
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What NA-LoRA would do with a model, and how large the adapter would be."""
+
+    architecture: str
+    rank: int
+    trainable: int
+    plan: Plan
+
+
+def inspect_model(
+    model: str,
+    config: NALoRAConfig | None = None,
+    *,
+    rank: int | None = None,
+    target_modules: Sequence[str] = (),
+) -> Inspection:
+    """Build `model` on the meta device, wrap it with LoRA, and plan.
+
+    Args:
+        model: a transformers folder, a config.json, a PEFT adapter folder, or a hub id.
+        config: the settings of NA-LoRA; the paper's by default.
+        rank: r of the adapter; 8 by default. An adapter folder brings its own.
+        target_modules: the layers to adapt, by the end of their name; every linear layer by default.
+
+    Raises:
+        NALoRAError: no such model, one that cannot be built or wrapped, or nothing to control in it.
+    """
+    lora = _saved_adapter(model)
+    if lora is None:
+        base = model
+        targets = list(target_modules) if target_modules else "all-linear"
+        lora = peft.LoraConfig(r=8 if rank is None else rank, target_modules=targets)
+    elif rank is not None or target_modules:
+        raise NALoRAError(
+            model,
+            found="a rank or target modules beside a saved adapter",
+            expected="the rank and target modules of the adapter itself",
+            fix="leave both out, or inspect the adapter's base model",
+        )
+    else:
+        base = lora.base_model_name_or_path
+    skeleton = _build(base)
+    wrapped = _wrap(skeleton, lora, model)
+    with _one_thread():
+        found = find_blocks(wrapped)
+    return Inspection(
+        architecture=type(skeleton).__name__,
+        rank=lora.r,
+        trainable=sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad),
+        plan=make_plan(found, config or NALoRAConfig(), statistics="reference"),
+    )
+
+
+def _saved_adapter(model: str) -> Any:
+    """The LoraConfig of an adapter folder or its adapter_config.json; None where `model` is neither."""
+    path = Path(model)
+    file = path if path.name == _ADAPTER_FILE else path / _ADAPTER_FILE
+    if not file.is_file():
+        return None
+    try:
+        lora = peft.PeftConfig.from_pretrained(str(file.parent))
+    except Exception as error:
+        raise NALoRAError(
+            str(file), found=_first_sentence(error), expected="the config of a PEFT adapter", fix="save the adapter again"
+        ) from error
+    if not isinstance(lora, peft.LoraConfig):
+        raise NALoRAError(
+            str(file), found=f"a {type(lora).__name__}", expected="a LoraConfig", fix="inspect a LoRA adapter"
+        )
+    if not lora.base_model_name_or_path:
+        raise NALoRAError(
+            str(file),
+            found="no base_model_name_or_path",
+            expected="the path or hub id of the base model",
+            fix="fill it in, or inspect the base model",
+        )
+    # How A and B start does not change the plan, and data-driven starts (PiSSA, LoftQ) need the weights.
+    lora.init_lora_weights, lora.inference_mode = True, False
+    return lora
+
+
+def _build(model: str) -> nn.Module:
+    """The architecture on the meta device: all modules, no memory."""
+    config = _read_config(model)
+    # A quantised checkpoint has the same FFNs as a dense one.
+    vars(config).pop("quantization_config", None)
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    autos = (transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
+    failure: Exception | None = None
+    with torch.device("meta"):
+        for make in (named,) if named else autos:
+            try:
+                skeleton: nn.Module = make(config)
+                return skeleton
+            except Exception as error:
+                failure = failure or error
+    assert failure is not None
+    raise NALoRAError(
+        model,
+        found=f"a {type(config).__name__} that cannot be built ({_first_sentence(failure)})",
+        expected="the config of a model in transformers",
+        fix="check the config, or update transformers",
+    ) from failure
+
+
+def _read_config(model: str) -> Any:
+    path = Path(model).expanduser()
+    hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
+    if not path.exists() and not hub:
+        raise _no_model(model, "no such file or folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}")
+    try:
+        if not hub:
+            json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        return transformers.AutoConfig.from_pretrained(model if hub else str(path), trust_remote_code=False)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _no_model(model, f"no readable JSON ({error})") from error
+    except Exception as error:
+        raise _no_model(model, _first_sentence(error)) from error
+
+
+def _no_model(model: str, found: str) -> NALoRAError:
+    return NALoRAError(
+        model,
+        found=found,
+        expected="the folder of a transformers model, its config.json, a PEFT adapter folder, or a hub id",
+        fix="check the spelling and, for a hub id, the network",
+    )
+
+
+def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
+    try:
+        wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
+    except Exception as error:
+        children = ", ".join(dict.fromkeys(_linear_names(skeleton)))
+        raise NALoRAError(
+            model,
+            found=f"a LoRA config that PEFT refuses ({_first_sentence(error)})",
+            expected=f"target modules among {children}",
+            fix="name some of those, or leave target_modules out to adapt every linear layer",
+        ) from error
+    return wrapped
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Finding blocks is thousands of tiny operations: 1 s on one thread, up to 39 s on two that others use too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

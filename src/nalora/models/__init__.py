@@ -1,0 +1,1 @@
+"""Real models that work without a hub."""
