@@ -188,7 +188,9 @@ def _facts(plan: Plan, seen: Inspection) -> list[str]:
         lines.append(f"left as plain LoRA: {len(plan.others)} adapters outside FFN blocks ({kinds})")
     config = plan.config
     lines.append(f"LoRA: r = {seen.rank}, {seen.trainable:,} trainable parameters")
-    lines.append(f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes")
+    lines.append(
+        f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes"
+    )
     lines.append(f"statistics engine: {plan.statistics}")
     return lines
 

@@ -88,7 +88,10 @@ def _saved_adapter(model: str) -> Any:
         lora = peft.PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
         raise NALoRAError(
-            str(file), found=_first_sentence(error), expected="the config of a PEFT adapter", fix="save the adapter again"
+            str(file),
+            found=_first_sentence(error),
+            expected="the config of a PEFT adapter",
+            fix="save the adapter again",
         ) from error
     if not isinstance(lora, peft.LoraConfig):
         raise NALoRAError(

@@ -1,0 +1,80 @@
+"""The settings: the paper's table by default, checked when built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nalora import NALoRAConfig, NALoRAError, ProjectionScale
+
+
+def test_defaults_are_the_papers_table():
+    config = NALoRAConfig()
+    assert (config.keep_ratio, config.sharpness, config.mask_ema) == (0.30, 20.0, 0.90)
+    assert (config.positive_penalty, config.scale_ema) == (1.0, 0.95)
+    assert dataclasses.astuple(config.gate) == (0.40, 0.80, 1.50)
+    assert dataclasses.astuple(config.up) == (0.30, 0.80, 1.40)
+    assert dataclasses.astuple(config.down) == (0.20, 0.85, 1.30)
+
+
+def test_from_paper_takes_the_arguments_of_the_papers_code():
+    config = NALoRAConfig.from_paper(
+        gate_keep_ratio=0.2, gate_beta=10.0, gate_ema=0.8, t=1.27846, lambda_ov=0.5, beta_s=0.9,
+        alpha_gate=0.3, smin_gate=0.7, smax_up=1.2, alpha_down=0.1,
+    )  # fmt: skip
+    assert config == NALoRAConfig(
+        keep_ratio=0.2,
+        sharpness=10.0,
+        mask_ema=0.8,
+        thresholds=(-1.27846, 1.27846),
+        positive_penalty=0.5,
+        scale_ema=0.9,
+        gate=ProjectionScale(0.3, 0.7, 1.5),
+        up=ProjectionScale(0.3, 0.8, 1.2),
+        down=ProjectionScale(0.1, 0.85, 1.3),
+    )
+    with pytest.raises(NALoRAError, match="gate_keep_ratios.*does not have"):
+        NALoRAConfig.from_paper(gate_keep_ratios=0.2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_ratio": 0.0},
+        {"keep_ratio": 1.01},
+        {"keep_ratio": float("nan")},
+        {"sharpness": 0.0},
+        {"mask_ema": 1.0},
+        {"mask_ema": -0.1},
+        {"scale_ema": 1.0},
+        {"positive_penalty": -1.0},
+        {"importance": "gradient"},
+        {"regimes": "none"},
+        {"apply_to": "weights"},
+        {"start": "zeros"},
+        {"thresholds": (1.0, -1.0)},
+        {"thresholds": (1.0,)},
+        {"thresholds": (float("-inf"), 1.0)},
+    ],
+)
+def test_values_out_of_range_name_field_value_and_range(wrong):
+    (field, value), *_ = wrong.items()
+    with pytest.raises(NALoRAError) as refusal:
+        NALoRAConfig(**wrong)
+    assert refusal.value.where == f"NALoRAConfig.{field}"
+    assert repr(value) in str(refusal.value)
+    assert refusal.value.expected
+    assert refusal.value.fix
+
+
+@pytest.mark.parametrize("wrong", [(0.4, 0.0, 1.5), (0.4, 1.6, 1.5), (float("inf"), 0.8, 1.5)])
+def test_projection_scales_are_checked(wrong):
+    with pytest.raises(NALoRAError):
+        ProjectionScale(*wrong)
+
+
+def test_configurations_are_frozen_and_comparable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NALoRAConfig().keep_ratio = 0.5
+    assert hash(NALoRAConfig()) == hash(NALoRAConfig())
