@@ -36,16 +36,54 @@ def attach_trainer(
     Raises:
         NALoRAError: nothing to control, or a setup in which the control would be silently wrong.
     """
-    if trainer.is_deepspeed_enabled:
-        raise NALoRAError(
-            "attach_trainer",
-            found="a Trainer that runs DeepSpeed, which steps inside backward and keeps its own parameters",
-            expected="one device or DDP",
-            fix="launch without a DeepSpeed configuration",
-        )
+    _refuse_unusable(trainer)
     controller = NALoRAController(trainer.model, config, kernels=kernels)
-    _Binding(trainer, controller).install()
+    try:
+        _Binding(trainer, controller).install()
+    except NALoRAError:
+        controller.detach()
+        raise
     return controller
+
+
+def _refuse_unusable(trainer: Trainer) -> None:
+    """Name what would leave the controller on parameters that nobody trains."""
+    optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    refusals = (
+        (
+            trainer.is_deepspeed_enabled,
+            "a Trainer that runs DeepSpeed, which steps inside backward and keeps its own parameters",
+            "launch without a DeepSpeed configuration",
+        ),
+        (
+            trainer.is_fsdp_enabled,
+            "a Trainer that runs FSDP, which shards the parameters when training starts",
+            "launch without an FSDP configuration",
+        ),
+        (
+            trainer.args.n_gpu > 1,
+            f"a Trainer that spreads one process over {trainer.args.n_gpu} GPUs (nn.DataParallel)",
+            "launch with torchrun or accelerate launch, or show one GPU in CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            trainer.model_init is not None,
+            "a Trainer with model_init, which builds another model when training starts",
+            "build the model first and hand it over as Trainer(model=…)",
+        ),
+        (
+            optim.endswith("lomo"),
+            f"optim={optim!r}, which steps the parameters inside backward",
+            "use an optimizer that steps after backward, such as optim='adamw_torch'",
+        ),
+    )
+    for applies, found, fix in refusals:
+        if applies:
+            raise NALoRAError(
+                f"attach_trainer({type(trainer).__name__})",
+                found=found,
+                expected="one model, whole on each device, stepped by one torch optimizer: one device or DDP",
+                fix=fix,
+            )
 
 
 class _Binding(TrainerCallback):  # type: ignore[misc]
@@ -58,6 +96,9 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
         """Follow the trainer until the controller is detached."""
         trainer = self.trainer
         for undo in (
+            # Every way there: a subclass may clip in its own `_clip_grad_norm`, and without clipping Trainer still
+            # asks the accelerator for the norm that it logs.
+            follow(trainer, "_clip_grad_norm", before=self._apply),
             follow(trainer.accelerator, "clip_grad_norm_", before=self._apply),
             follow(trainer, "log", before=self._add_metrics),
             follow(trainer, "_save_optimizer_and_scheduler", after=self._save),
@@ -70,8 +111,9 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             self.controller.bind(trainer.optimizer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
-        """Bind to the optimizer that `train()` has built."""
+        """Bind to the optimizer that `train()` has built, with nothing left of a run that broke off."""
         self.controller.bind(optimizer)
+        self.controller._open_window()
 
     def _apply(self, *_: Any, **__: Any) -> None:
         self.controller.apply()
