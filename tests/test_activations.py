@@ -29,9 +29,7 @@ FUNCTIONAL = {
 EXACT = {
     "silu": lambda z: z / (1 + mpmath.exp(-z)),
     "gelu": lambda z: z * mpmath.erfc(-z / mpmath.sqrt(2)) / 2,
-    "gelu_tanh": lambda z: (
-        z / (1 + mpmath.exp(-2 * mpmath.sqrt(2 / mpmath.pi) * (z + mpmath.mpf("0.044715") * z**3)))
-    ),
+    "gelu_tanh": lambda z: z / (1 + mpmath.exp(-2 * mpmath.sqrt(2 / mpmath.pi) * (z + mpmath.mpf("0.044715") * z**3))),
     "quick_gelu": lambda z: z / (1 + mpmath.exp(-mpmath.mpf("1.702") * z)),
     "mish": lambda z: z * mpmath.tanh(mpmath.log1p(mpmath.exp(z))),
 }
@@ -60,17 +58,13 @@ def test_phi_is_torchs(activation, dtype):
 def test_closed_forms_against_60_digits(name):
     """Relative accuracy everywhere but at a function's own zeros, down to z = −80 where φ is 1e-1390."""
     activation, exact = get(name), EXACT[name]
-    z = torch.cat(
-        (line(-80, 80, 33), line(-3, 3, 25), torch.tensor([-12.3, -6.4, 1e-5], dtype=torch.float64))
-    )
+    z = torch.cat((line(-80, 80, 33), line(-3, 3, 25), torch.tensor([-12.3, -6.4, 1e-5], dtype=torch.float64)))
     z = z[z != 0]
     with mpmath.workdps(60):
         points = [mpmath.mpf(x) for x in z.tolist()]
         phi = [exact(x) for x in points]
         # The tails span 1e-1390, so differentiate log|φ|, which is tame: κ = z·(log|φ|)′.
-        kappa = [
-            x * mpmath.diff(lambda y: mpmath.log(abs(exact(y))), x, h=mpmath.mpf(10) ** -25) for x in points
-        ]
+        kappa = [x * mpmath.diff(lambda y: mpmath.log(abs(exact(y))), x, h=mpmath.mpf(10) ** -25) for x in points]
         expected = {
             "selection": [p / x for p, x in zip(phi, points, strict=True)],
             "derivative": [p * k / x for p, k, x in zip(phi, kappa, points, strict=True)],
@@ -179,9 +173,7 @@ def test_characteristic_points_are_a_zero_and_a_maximum_of_kappa(name):
 
 def test_silus_points_are_the_appendix_equation():
     lower, upper = get("silu").characteristic_points
-    assert upper * torch.sigmoid(torch.tensor(upper, dtype=torch.float64)).item() == pytest.approx(
-        1, abs=1e-15
-    )
+    assert upper * torch.sigmoid(torch.tensor(upper, dtype=torch.float64)).item() == pytest.approx(1, abs=1e-15)
     assert lower == -upper
     assert f"{upper:.5f}" == "1.27846"
 
@@ -236,9 +228,7 @@ def test_autograd_agrees_with_the_closed_form(name):
     z = line(-4, 20, 2401)
     custom, known = get(FUNCTIONAL[name]), get(name)
     for what in ("phi", "derivative", "selection", "kappa", "chi"):
-        torch.testing.assert_close(
-            getattr(custom, what)(z), getattr(known, what)(z), rtol=1e-9, atol=1e-9, msg=what
-        )
+        torch.testing.assert_close(getattr(custom, what)(z), getattr(known, what)(z), rtol=1e-9, atol=1e-9, msg=what)
 
 
 def test_autograd_backed_results_carry_no_graph_without_grad_mode():

@@ -81,7 +81,10 @@ ARCHITECTURES = {
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Olmo2", "Qwen2-MoE")
     },
     **{name: (2, "gelu_tanh", "gate_proj", ALL, "up_proj", ALL, "down_proj") for name in ("Gemma2", "Gemma3")},
-    **{name: (2, "silu", "gate_up_proj", HALVES[0], "gate_up_proj", HALVES[1], "down_proj") for name in ("Phi3", "Glm4")},
+    **{
+        name: (2, "silu", "gate_up_proj", HALVES[0], "gate_up_proj", HALVES[1], "down_proj")
+        for name in ("Phi3", "Glm4")
+    },
     # ModernBERT calls the straight half "gate": the bent one is what counts.
     "ModernBERT": (2, "gelu", "Wi", HALVES[0], "Wi", HALVES[1], "Wo"),
     "T5 v1.0": (4, "relu", "wi", ALL, None, None, "wo"),

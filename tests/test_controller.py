@@ -26,7 +26,13 @@ SWITCHES = {
     "thresholds": {"thresholds": (-0.5, 2.0)},
     "keep-all": {"keep_ratio": 1.0},
     "derived": {"regimes": "derived"},
-    "other-numbers": {"keep_ratio": 0.55, "sharpness": 5.0, "mask_ema": 0.5, "positive_penalty": 0.3, "scale_ema": 0.2},
+    "other-numbers": {
+        "keep_ratio": 0.55,
+        "sharpness": 5.0,
+        "mask_ema": 0.5,
+        "positive_penalty": 0.3,
+        "scale_ema": 0.2,
+    },
 }
 BATCHES = [tiny.tokens(seed=step) for step in range(20)]
 

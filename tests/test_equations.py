@@ -19,7 +19,8 @@ by_activation = pytest.mark.parametrize("activation", KNOWN, ids=lambda activati
 
 def vectors(count, low=-30.0, high=30.0, size=6):
     """`count` float64 vectors of one length."""
-    values = st.lists(st.floats(low, high), min_size=count * size, max_size=count * size)
+    number = st.floats(low, high, allow_subnormal=False)
+    values = st.lists(number, min_size=count * size, max_size=count * size)
     return values.map(lambda v: torch.tensor(v, dtype=torch.float64).view(count, size).unbind())
 
 
@@ -48,14 +49,12 @@ def test_selection_weight_has_a_finite_gradient_at_zero():
 def test_decomposition_is_exact(activation, values):
     z_tar, u_tar, z_lora, u_lora = values
     terms = eq.mismatch_decomposition(*values, phi=activation.phi, selection=activation.selection)
-    utility = eq.channel_utility(activation.phi(z_tar), u_tar) - eq.channel_utility(
-        activation.phi(z_lora), u_lora
-    )
+    utility = eq.channel_utility(activation.phi(z_tar), u_tar) - eq.channel_utility(activation.phi(z_lora), u_lora)
     largest = sum(term.abs() for term in terms)
     # relu2's utility is of degree two in z, hence the selection weight in the scale
     weight = 1 + activation.selection(z_tar).abs() + activation.selection(z_lora).abs()
     scale = largest + weight * (z_tar.abs() + z_lora.abs()) * (u_tar.abs() + u_lora.abs())
-    assert ((terms.total - utility).abs() <= 1e-12 * scale).all()
+    assert ((terms.total - utility).abs() <= 1e-12 * scale + 1e-300).all()
 
 
 def test_decomposition_names_the_terms_it_returns():
@@ -187,10 +186,7 @@ def test_margin_bound_on_regime_crossings_of_a_real_step():
 def test_homogeneity_movement_is_a_mean_over_tokens_of_a_weighted_sum_over_channels():
     before, after, weight = randn(2, 3, 5), randn(2, 3, 5, seed=1), torch.rand(5, dtype=torch.float64)
     by_hand = sum(
-        (weight[c] * (after[b, s, c] - before[b, s, c]) ** 2) / 6
-        for b in range(2)
-        for s in range(3)
-        for c in range(5)
+        (weight[c] * (after[b, s, c] - before[b, s, c]) ** 2) / 6 for b in range(2) for s in range(3) for c in range(5)
     )
     torch.testing.assert_close(eq.homogeneity_movement(before, after, weight), by_hand)
     per_token = weight.expand(2, 3, 5)
@@ -262,9 +258,7 @@ def test_mask_keeps_the_ratio_it_is_asked_for():
     mask = eq.soft_mask(k, eq.quantile_threshold(k, 0.3), 20.0)
     assert (mask > 0.5).sum() == 300
     assert eq.soft_mask(torch.tensor(0.4), torch.tensor(0.4), 20.0) == 0.5
-    assert eq.soft_mask(torch.tensor(0.45), torch.tensor(0.4), 20.0).item() == pytest.approx(
-        1 / (1 + math.exp(-1))
-    )
+    assert eq.soft_mask(torch.tensor(0.45), torch.tensor(0.4), 20.0).item() == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 @given(vectors(2, -2, 2), st.floats(0, 0.999))

@@ -18,7 +18,13 @@ SPACES = pytest.mark.parametrize("apply_to", ["gradient", "update"])
 
 
 def run(
-    step_losses, *, apply_to="gradient", dtype=torch.float64, model=None, between=lambda m: None, importance="derivative"
+    step_losses,
+    *,
+    apply_to="gradient",
+    dtype=torch.float64,
+    model=None,
+    between=lambda m: None,
+    importance="derivative",
 ):
     """Train a tiny Llama; `step_losses(model, step)` yields the micro-batch losses of one optimizer step."""
     model = model or tiny.llama(dtype)

@@ -299,7 +299,11 @@ def test_observing_deciding_and_applying_never_wait_for_the_device():
     """No value travels to the host: neither .item() nor a data-dependent shape, in either space."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    waiting = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+    waiting = {
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.equal.default,
+    }
 
     class NoWaiting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -117,7 +117,10 @@ class Masked(nn.Module):
         (mask_of(4, 1, 2, size=4).bool(), 7),
         (mask_of(4, 1, 2, size=4)[:, None, None, :].bool(), 7),
         ((1.0 - mask_of(4, 1, 2, size=4)[:, None, None, :].float()) * torch.finfo(torch.float32).min, 7),
-        ({"full_attention": mask_of(4, 1, 2, size=4)[:, None, :, None] & mask_of(4, 1, 2, size=4)[:, None, None, :]}, 7),
+        (
+            {"full_attention": mask_of(4, 1, 2, size=4)[:, None, :, None] & mask_of(4, 1, 2, size=4)[:, None, None, :]},
+            7,
+        ),
     ],
 )
 @pytest.mark.parametrize("positional", [False, True])

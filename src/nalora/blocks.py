@@ -218,9 +218,7 @@ def _no_lora_layers(model: nn.Module) -> NALoRAError:
         type(m).__module__.split(".")[2] for m in model.modules() if type(m).__module__.startswith("peft.tuners.")
     }
     linear = sum(isinstance(m, nn.Linear) for m in model.modules())
-    seen = f"{type(model).__name__} with {linear} linear layers" + (
-        f", PEFT tuners {sorted(tuners)}" if tuners else ""
-    )
+    seen = f"{type(model).__name__} with {linear} linear layers" + (f", PEFT tuners {sorted(tuners)}" if tuners else "")
     return NALoRAError(
         type(model).__name__,
         found=f"no LoRA layers ({seen})",

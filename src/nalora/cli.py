@@ -75,9 +75,7 @@ def inspect(
     importance: Annotated[
         Literal["derivative", "utility"], typer.Option(help="What gate channels are ranked by.")
     ] = "derivative",
-    apply_to: Annotated[
-        Literal["gradient", "update"], typer.Option(help="What the control multiplies.")
-    ] = "gradient",
+    apply_to: Annotated[Literal["gradient", "update"], typer.Option(help="What the control multiplies.")] = "gradient",
     thresholds: Annotated[
         tuple[float, float] | None,
         typer.Option(metavar="LOW HIGH", help="Bounds of the responsive regime, in place of the activation's own."),
@@ -188,9 +186,7 @@ def _facts(plan: Plan, seen: Inspection) -> list[str]:
         lines.append(f"left as plain LoRA: {len(plan.others)} adapters outside FFN blocks ({kinds})")
     config = plan.config
     lines.append(f"LoRA: r = {seen.rank}, {seen.trainable:,} trainable parameters")
-    lines.append(
-        f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes"
-    )
+    lines.append(f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes")
     lines.append(f"statistics engine: {plan.statistics}")
     return lines
 

@@ -13,11 +13,10 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora import checkpoint
-from nalora.blocks import FFNBlock, find_blocks
+from nalora import checkpoint, refusals
+from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import (
-    controlled_parameters,
     factors,
     lora_parameters,
     multiply_gradients,
@@ -26,7 +25,8 @@ from nalora.control import (
 from nalora.decision import BlockGroup, Decision
 from nalora.errors import NALoRAError
 from nalora.following import follow
-from nalora.observer import GateObserver, is_observed
+from nalora.metrics import measure
+from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
 from nalora.tokens import watch_masks
 
@@ -78,8 +78,7 @@ class NALoRAController:
                 fix="kernels='auto'",
             )
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, statistics="reference")
-        for each in self.plan.blocks:
-            _refuse_unusable(each.block)
+        refusals.if_watched_or_sharded(self.plan)
 
         self._groups, self._places = _group(self.plan.blocks)
         self._optimizer: Optimizer | None = None
@@ -135,7 +134,10 @@ class NALoRAController:
         """
         if self._decisions is not None:
             return
-        self._check_observed()
+        self._watch_gradients()
+        refusals.unless_gates_were_observed(self._observers)
+        if not any(observer.calls for observer in self._observers):
+            refusals.if_layers_are_gone(self.model, self.plan)
         self._decisions = [group.decide(self.config) for group in self._groups]
         if self.config.apply_to == "gradient":
             multiply_gradients(self._factors())
@@ -154,33 +156,6 @@ class NALoRAController:
                 result += factors(plan, decisions[id(group)], index, self.config.preserve_mean)
         return result
 
-    def _check_observed(self) -> None:
-        self._watch_gradients()
-        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
-            if observer.gradient_arrived and observer.calls == 0:
-                raise NALoRAError(
-                    plan.block.gate.name,
-                    found="a gradient for this block's adapters, although its gate saw no token",
-                    expected="forward passes through the gate layer in training mode after attach",
-                    fix="switch off fused LoRA-MLP kernels (Unsloth; Axolotl: lora_mlp_kernel: false), attach before"
-                    " the first compiled call (or torch.compiler.reset()), and train in model.train() mode",
-                )
-        if not any(observer.calls for observer in self._observers):
-            self._check_still_there()
-
-    def _check_still_there(self) -> None:
-        modules = dict(self.model.named_modules())
-        for plan in self.plan.blocks:
-            for projection in plan.block.projections.values():
-                merged = isinstance(projection.module, LoraLayer) and projection.module.merged
-                if merged or modules.get(projection.name) is not projection.module:
-                    raise NALoRAError(
-                        projection.name,
-                        found="merged adapters" if merged else "a layer that was unloaded or replaced since attach",
-                        expected="the LoRA layers that the controller was attached to",
-                        fix="unmerge before training on" if merged else "detach(), then attach again",
-                    )
-
     # ---- around the optimizer ------------------------------------------------------------------------------------
 
     def bind(self, optimizer: Optimizer) -> None:
@@ -189,21 +164,10 @@ class NALoRAController:
         Raises:
             NALoRAError: an optimizer that cannot be acted around, or one that does not hold the LoRA parameters.
         """
-        optimizer = _inner_optimizer(optimizer)
+        optimizer = refusals.unless_torch_optimizer(optimizer)
         if optimizer is self._optimizer:
             return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        for plan in self.plan.blocks:
-            for parameter in controlled_parameters(plan):
-                if id(parameter) not in held:
-                    raise NALoRAError(
-                        names[id(parameter)],
-                        found=f"a trainable LoRA parameter that {type(optimizer).__name__} does not hold",
-                        expected="every controlled LoRA parameter in the optimizer given to attach",
-                        fix="build the optimizer from the parameters of this model after adding the adapter, and do"
-                        " not step parameters inside backward",
-                    )
+        refusals.if_parameters_are_missing(self.model, self.plan, optimizer)
         self._unbind()
         self._optimizer = optimizer
         self._let_go_of_optimizer = [
@@ -279,30 +243,7 @@ class NALoRAController:
         Regime shares and the score a are means over the tokens of the last step; `stability` is the mean change of
         the mask in it; `skipped_updates` counts block updates left out for non-finite z or for want of tokens.
         """
-        values: dict[str, Tensor] = {}
-        for group in self._groups:
-            columns = {
-                "p_sup": group.shares[:, 0],
-                "p_res": group.shares[:, 1],
-                "p_pos": group.shares[:, 2],
-                "a": group.score,
-                "scale_gate": group.scales[:, 0],
-                "scale_up": group.scales[:, 1],
-                "scale_down": group.scales[:, 2],
-                "mask_mean": group.mask.mean(-1),
-                "kept_share": (group.mask > 0.5).to(group.mask.dtype).mean(-1),
-                "stability": group.stability,
-                "skipped_updates": group.skipped.to(group.mask.dtype),
-            }
-            table = torch.stack(list(columns.values()), dim=1).double().cpu()
-            values |= dict(zip(group.names, table, strict=True))
-        rows = torch.stack([values[plan.block.name] for plan in self.plan.blocks])
-        result = dict(zip(columns, rows.mean(0).tolist(), strict=True))
-        result["skipped_updates"] = rows[:, -1].sum().item()
-        if per_block:
-            for plan, row in zip(self.plan.blocks, rows.tolist(), strict=True):
-                result |= {f"{plan.block.name}/{name}": value for name, value in zip(columns, row, strict=True)}
-        return result
+        return measure(self._groups, [each.block.name for each in self.plan.blocks], per_block)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, by block name, with the version of its form."""
@@ -350,47 +291,6 @@ def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, t
         kinds.setdefault((plan.block.width, dtype, adapter.device), []).append(plan.block.name)
     groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
     return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
-
-
-def _refuse_unusable(block: FFNBlock) -> None:
-    for projection in block.projections.values():
-        if is_observed(projection.module):
-            raise NALoRAError(
-                projection.name,
-                found="a layer that another controller watches already",
-                expected="one controller per model",
-                fix="call detach() on the first one",
-            )
-        for parameter in projection.module.parameters():
-            if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
-                raise NALoRAError(
-                    projection.name,
-                    found="parameters sharded over devices (DTensor: tensor parallel or FSDP2)",
-                    expected="whole parameters on each rank: a quantile over a shard is another method",
-                    fix="train with DDP or on one device",
-                )
-
-
-def _inner_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or a refusal."""
-    origin = type(optimizer).__module__.partition(".")[0]
-    if origin == "accelerate":
-        return _inner_optimizer(optimizer.optimizer)
-    if origin == "deepspeed" or not isinstance(optimizer, Optimizer):
-        raise NALoRAError(
-            "attach(optimizer=…)",
-            found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer; DeepSpeed steps its own master copy of the parameters",
-            fix="train with DDP, or without DeepSpeed",
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise NALoRAError(
-            "attach(optimizer=…)",
-            found="LBFGS, which evaluates the loss several times in one step",
-            expected="an optimizer with one gradient per step",
-            fix="use AdamW, SGD or Adafactor",
-        )
-    return optimizer
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

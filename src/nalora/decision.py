@@ -74,10 +74,7 @@ class BlockGroup:
         shares = equations.regime_shares(regimes, dtype=self.scales.dtype)
         score = equations.regime_score(shares, config.positive_penalty)
         scales = torch.stack(
-            [
-                equations.step_scale(score, p.sensitivity, p.low, p.high)
-                for p in (config.gate, config.up, config.down)
-            ],
+            [equations.step_scale(score, p.sensitivity, p.low, p.high) for p in (config.gate, config.up, config.down)],
             dim=-1,
         )
         scales = torch.where(first[:, None], scales, equations.ema(self.scales, scales, config.scale_ema))

@@ -150,11 +150,10 @@ class Replica:
                 channels.append(None)
                 continue
             strongest = plain.abs().argmax(0, keepdim=True)
-            at = lambda g: g.gather(0, strongest)[0]  # noqa: E731, B023
-            base = at(plain)
-            channel = (at(indexed) / base * width).round() - 1
+            base, by_index, *by_sign = (grad.gather(0, strongest)[0] for grad in (plain, indexed, *signed))
+            channel = (by_index / base * width).round() - 1
             # A row that reaches one channel c gives ±its own gradient for every sign code.
-            alone = torch.stack([(at(s).abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in signed]).all(0)
+            alone = torch.stack([(s.abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in by_sign]).all(0)
             channels.append(torch.where(alone & (base != 0), channel, -1.0).long().cpu())
         return channels
 

@@ -93,8 +93,8 @@ def _as_token_mask(mask: Any) -> Tensor | None:
     if mask.ndim == 4 and mask.shape[-2] in (1, mask.shape[-1]):
         # A token is real where it may look at itself; a mask that is the same for all queries has one row.
         mask = mask[:, 0, 0] if mask.shape[-2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
-        return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
-    return mask != 0 if mask.ndim == 2 else None
+        return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+    return mask.bool() if mask.ndim == 2 else None
 
 
 def watch_masks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:

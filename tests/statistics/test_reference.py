@@ -17,9 +17,7 @@ SILU = activations.get("silu")
 
 
 def sums(width: int, dtype: torch.dtype = torch.float64) -> Sums:
-    return Sums(
-        torch.zeros(width, dtype=dtype), torch.zeros(3, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    )
+    return Sums(torch.zeros(width, dtype=dtype), torch.zeros(3, dtype=torch.int64), torch.zeros((), dtype=torch.int64))
 
 
 @given(
