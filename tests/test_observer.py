@@ -275,7 +275,7 @@ def test_a_layer_called_twice_in_one_pass_counts_twice():
 
 
 def test_moving_the_model_after_attach_is_an_error():
-    model, _, controller = attached()
+    _, _, controller = attached()
     with pytest.raises(NALoRAError, match="move the model first, then attach"):
         controller._observers[0].count(
             torch.zeros(2, 56, device="meta"), None, None, True, controller._observers[0].sums

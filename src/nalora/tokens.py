@@ -92,8 +92,8 @@ def _as_token_mask(mask: Any) -> Tensor | None:
         return None
     if mask.ndim == 4 and mask.shape[-2] in (1, mask.shape[-1]):
         # A token is real where it may look at itself; a mask that is the same for all queries has one row.
-        mask = mask[:, 0, 0] if mask.shape[-2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
-        return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+        own: Tensor = mask[:, 0, 0] if mask.shape[-2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
+        return own > torch.finfo(own.dtype).min / 2 if own.is_floating_point() else own.bool()
     return mask.bool() if mask.ndim == 2 else None
 
 

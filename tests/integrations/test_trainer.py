@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.optim import SGD, AdamW
 from transformers import (
     GenerationConfig,
+    PrinterCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -51,7 +52,7 @@ def token_loss(outputs, labels, num_items_in_batch=None):
 
 
 def make_trainer(folder, model=None, *, cls=Trainer, arguments=TrainingArguments, data=None, dtype=torch.float64, **kw):
-    given = {key: kw.pop(key) for key in ("optimizers", "callbacks", "eval_dataset", "compute_loss_func") if key in kw}
+    given = {key: kw.pop(key) for key in ("optimizers", "callbacks", "eval_dataset", "compute_metrics") if key in kw}
     settings = dict(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -74,16 +75,11 @@ def make_trainer(folder, model=None, *, cls=Trainer, arguments=TrainingArguments
         arguments(**settings | kw),
         train_dataset=rows(48) if data is None else data,
         data_collator=collate,
-        **{"compute_loss_func": token_loss} | given,
+        compute_loss_func=token_loss,
+        **given,
     )
-    trainer.remove_callback(_printer())
+    trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _printer():
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
 
 
 def plain_loop(apply_to, *, steps=12, max_norm=0.3, make_optimizer=None, clip_first=False, loss=token_loss, model=None):
@@ -193,7 +189,7 @@ def test_gradient_checkpointing(tmp_path, apply_to, reentrant):
     settings |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model = tiny.llama()
     recomputed = []
-    model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_hook(
+    model.get_submodule("base_model.model.model.layers.0.mlp.gate_proj").register_forward_hook(
         lambda *_: recomputed.append(torch._C._current_graph_task_id() != -1)
     )
     on = train(make_trainer(tmp_path, model, **settings), apply_to)
@@ -467,6 +463,7 @@ def test_predicting_with_generate_changes_nothing(tmp_path):
         eval_dataset=rows(4, seed=5),
         eval_strategy="steps",
         eval_steps=1,
+        compute_metrics=lambda predictions: {"width": predictions.predictions.shape[1]},
         predict_with_generate=True,
         generation_config=GenerationConfig(max_new_tokens=3, pad_token_id=0, eos_token_id=2, do_sample=False),
     )
