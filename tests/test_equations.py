@@ -248,8 +248,7 @@ def test_mask_is_soft_and_grows_with_the_score(values, keep):
     threshold = eq.quantile_threshold(k, keep)
     mask = eq.soft_mask(k, threshold, 20.0)
     assert ((mask > 0) & (mask < 1)).all()
-    order = k.argsort()
-    assert (mask[order].diff() >= 0).all()
+    assert (mask[k.argsort()].diff() >= -1e-15).all()  # torch's vector and scalar σ differ in the last bit
     assert torch.equal(mask > 0.5, k > threshold) or (k - threshold).abs().min() < 1e-15
 
 

@@ -277,9 +277,7 @@ def test_a_layer_called_twice_in_one_pass_counts_twice():
 def test_moving_the_model_after_attach_is_an_error():
     _, _, controller = attached()
     with pytest.raises(NALoRAError, match="move the model first, then attach"):
-        controller._observers[0].count(
-            torch.zeros(2, 56, device="meta"), None, None, True, controller._observers[0].sums
-        )
+        controller._observers[0].count(torch.zeros(2, 56, device="meta"), None, None, controller._observers[0].sums)
 
 
 def test_adamw_gradient_space_keeps_a_finite_state_over_many_steps():
@@ -320,7 +318,7 @@ def test_observing_deciding_and_applying_never_wait_for_the_device():
             with NoWaiting():
                 for observer in controller._observers:
                     z = torch.randn(4, 12, 56, dtype=torch.float64)
-                    observer.count(z, z if importance == "utility" else None, mask.bool(), True, observer.sums)
+                    observer.count(z, z if importance == "utility" else None, mask.bool(), observer.sums)
                 controller._enter_step()
                 controller._after_step(optimizer, (), {})
 

@@ -33,7 +33,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="nalora", standalone_mode=False)
     except (NALoRAError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         if message:  # empty after the help that stands in for missing arguments

@@ -87,9 +87,9 @@ def run(
             model, start = with_adapter(model, seed)
             before = evaluate(model, held_out)
         with _progress(console) as progress:
-            bars = [progress.add_task(method.title, total=steps, loss="") for method in METHODS]
-            for method, bar in zip(METHODS, bars, strict=True):
+            for method in METHODS:
                 model.load_state_dict(start, strict=False)
+                bar = progress.add_task(method.title, total=steps, loss="")
                 rows = []
                 with (folder / f"{method.name}.jsonl").open("w") as log:
                     for row in train(model, batches, method.config):
@@ -193,7 +193,7 @@ def evaluate(model: nn.Module, batches: list[Batch]) -> float:
     """Mean loss over the answers' tokens."""
     model.eval()
     tokens = [int((batch["labels"] != _IGNORED).sum()) for batch in batches]
-    losses = [model(**batch).loss.item() for batch in batches]
+    losses: list[float] = [model(**batch).loss.item() for batch in batches]
     return sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
 
 

@@ -141,12 +141,12 @@ def _read_config(model: str) -> Any:
     if path.is_dir() and not (path / "config.json").is_file():
         raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}")
     try:
-        if not hub:
-            json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        if not hub and "model_type" not in json.loads((path / "config.json" if path.is_dir() else path).read_text()):
+            raise _no_model(model, "a JSON file without model_type")
         return transformers.AutoConfig.from_pretrained(model if hub else str(path), trust_remote_code=False)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _no_model(model, f"no readable JSON ({error})") from error
-    except Exception as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise _no_model(model, _first_sentence(error)) from error
 
 
@@ -160,21 +160,18 @@ def _no_model(model: str, found: str) -> NALoRAError:
 
 
 def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
+    linears = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
     try:
         wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
     except Exception as error:
-        children = ", ".join(dict.fromkeys(_linear_names(skeleton)))
+        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
         raise NALoRAError(
             model,
             found=f"a LoRA config that PEFT refuses ({_first_sentence(error)})",
-            expected=f"target modules among {children}",
+            expected=f"target modules among {kinds}",
             fix="name some of those, or leave target_modules out to adapt every linear layer",
         ) from error
     return wrapped
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    return [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def _first_sentence(error: Exception) -> str:

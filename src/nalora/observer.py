@@ -86,21 +86,20 @@ class GateObserver:
         if u is not None and self.block.up_offset:
             u = u + self.block.up_offset
         mask = self.token_mask.of(z)
-        learning = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            torch.ops.nalora.observe(z, u, mask, *self.sums, self.key, learning)
+            torch.ops.nalora.observe(z, u, mask, *self.sums, self.key)
         else:
-            self.count(z, u, mask, learning, self.sums)
+            self.count(z, u, mask, self.sums)
 
-    def count(self, z: Tensor, u: Tensor | None, mask: Tensor | None, learning: bool, sums: Sums) -> None:
-        """Add a pass to the sums if the loss learns from it and it was not counted before.
+    def count(self, z: Tensor, u: Tensor | None, mask: Tensor | None, sums: Sums) -> None:
+        """Add a pass that the loss learns from to the sums, unless it was counted before.
 
         Inside a backward pass (a running graph task) a forward pass can only be a recomputation. It repeats a
         pass that was counted, unless that first pass ran under no_grad: then it was not told apart from a mere
         scoring pass, and the recomputation is the one that carries gradients (reentrant checkpointing).
         """
         recomputing = torch._C._current_graph_task_id() != -1
-        if not learning or (recomputing and self._first_pass_learned):
+        if recomputing and self._first_pass_learned:
             return
         if self.gradient_arrived and self.gradient_is_gone():
             self.abandon()
@@ -130,7 +129,9 @@ class _Hook:
         self.observer, self.role = observer, role
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if module.training and self.observer.is_adapted_pass():
+        # The loss learns from no pass without gradients; generation in training mode (GRPO) is one, and its mask
+        # covers the cached tokens too.
+        if module.training and torch.is_grad_enabled() and self.observer.is_adapted_pass():
             self.observer.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,8 +162,7 @@ def _observe(
     regimes: Tensor,
     tokens: Tensor,
     key: int,
-    learning: bool,
 ) -> None:
     observer = _observers.get(key)
     if observer is not None:
-        observer.count(z, u, mask, learning, Sums(sensitivity, regimes, tokens))
+        observer.count(z, u, mask, Sums(sensitivity, regimes, tokens))

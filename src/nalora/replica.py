@@ -111,20 +111,22 @@ class Replica:
 
     def wiring(self, consumer: nn.Module) -> Wiring | None:
         """The parts that reach the consumer's channels one to one, or None where it is anything else."""
-        with torch.enable_grad():
-            generator = torch.Generator().manual_seed(1)
-            answers = {
-                linear: _both_signs(_TOKENS, s.out_features, generator).to(self.device).requires_grad_()
-                for linear, s in self.stand_ins.items()
-                if linear is not consumer
-            }
-            given = self.run(answers).get(consumer)
-            if given is None or not given.requires_grad or given.ndim < 2:
-                return None
-            channels = self._channels_of_rows(given, list(answers.values()))
+        given = self.run({}).get(consumer)
+        if given is None or given.ndim < 2:
+            return None
         width = given.shape[-1]
+        generator = torch.Generator().manual_seed(2)
+        index = torch.arange(1, width + 1, dtype=torch.float32) / width
+        signs = torch.randint(0, 2, (_SIGN_CODES, width), generator=generator) * 2.0 - 1.0
+        gradients = []
+        for code in (torch.ones(width), index, *signs):
+            of_answers = self._gradients(consumer, code)
+            if of_answers is None:
+                return None
+            gradients.append(of_answers)
         parts: list[Part] = []
-        for source, reached in zip(answers, channels, strict=True):
+        for source in gradients[0]:
+            reached = _channels_of_rows([of_answers[source] for of_answers in gradients], width)
             if reached is None:
                 continue
             rows = _ordered_slices(reached, width)
@@ -133,29 +135,21 @@ class Replica:
             parts += [Part(source, each) for each in rows]
         return Wiring(tuple(parts), width) if 1 <= len(parts) <= 2 else None
 
-    def _channels_of_rows(self, given: Tensor, answers: list[Tensor]) -> list[Tensor | None]:
-        """For each answer the channel every row reaches; −1 for rows that reach none or several; None: untouched."""
-        width = given.shape[-1]
-        generator = torch.Generator().manual_seed(2)
-        index = torch.arange(1, width + 1, dtype=torch.float32) / width
-        signs = torch.randint(0, 2, (_SIGN_CODES, width), generator=generator) * 2.0 - 1.0
-        codes = [code.to(given) for code in (torch.ones(width), index, *signs)]
-        grads = [
-            torch.autograd.grad(given, answers, code.expand_as(given), retain_graph=True, allow_unused=True)
-            for code in codes
-        ]
-        channels: list[Tensor | None] = []
-        for plain, indexed, *signed in zip(*grads, strict=True):
-            if plain is None or not plain.any():
-                channels.append(None)
-                continue
-            strongest = plain.abs().argmax(0, keepdim=True)
-            base, by_index, *by_sign = (grad.gather(0, strongest)[0] for grad in (plain, indexed, *signed))
-            channel = (by_index / base * width).round() - 1
-            # A row that reaches one channel c gives ±its own gradient for every sign code.
-            alone = torch.stack([(s.abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in by_sign]).all(0)
-            channels.append(torch.where(alone & (base != 0), channel, -1.0).long().cpu())
-        return channels
+    def _gradients(self, consumer: nn.Module, code: Tensor) -> dict[nn.Module, Tensor | None] | None:
+        """∂(Σ code · the consumer's input) by every answer, in a pass of its own: Liger's backward overwrites z."""
+        with torch.enable_grad():
+            generator = torch.Generator().manual_seed(1)
+            answers = {
+                linear: _both_signs(_TOKENS, s.out_features, generator).to(self.device).requires_grad_()
+                for linear, s in self.stand_ins.items()
+                if linear is not consumer
+            }
+            given = self.run(answers)[consumer]
+            if not given.requires_grad:
+                return None
+            code = code.to(given).expand_as(given)
+            found = torch.autograd.grad(given, list(answers.values()), code, allow_unused=True)
+        return dict(zip(answers, found, strict=True))
 
     def bends(self, consumer: nn.Module, part: Part) -> bool:
         """Whether the consumer answers to this part other than affinely, that is, through an activation."""
@@ -214,6 +208,19 @@ def _both_signs(tokens: int, size: int, generator: torch.Generator) -> Tensor:
     """Random values in ±[0.5, 2.5], every other token positive, so that a ReLU passes each row somewhere."""
     magnitude = torch.rand(tokens, size, generator=generator) * 2 + 0.5
     return magnitude * torch.tensor([1.0, -1.0]).repeat((tokens + 1) // 2)[:tokens, None]
+
+
+def _channels_of_rows(gradients: list[Tensor | None], width: int) -> Tensor | None:
+    """The channel that every row reaches; −1 for rows that reach none or several; None: no row reaches any."""
+    plain = gradients[0]
+    if plain is None or not plain.any():
+        return None
+    strongest = plain.abs().argmax(0, keepdim=True)
+    base, by_index, *by_sign = (grad.gather(0, strongest)[0] for grad in gradients if grad is not None)
+    channel = (by_index / base * width).round() - 1
+    # A row that reaches one channel c gives ±its own gradient for every sign code.
+    alone = torch.stack([(s.abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in by_sign]).all(0)
+    return torch.where(alone & (base != 0), channel, -1.0).long().cpu()
 
 
 def _ordered_slices(reached: Tensor, width: int) -> list[slice] | None:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch.optim import SGD, AdamW
 from transformers import (
-    GenerationConfig,
     PrinterCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -181,19 +180,35 @@ def test_accumulation_over_padded_batches(tmp_path, apply_to):
     assert difference(whole, train(split, apply_to)) < 1e-9
 
 
+class Counted(TrainerCallback):
+    """What stands in the window of each optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.steps.append(self.controller._groups[0].tokens.tolist())
+
+
 @SPACES
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(tmp_path, apply_to, reentrant):
     settings = dict(gradient_accumulation_steps=2, data=rows(32))
     off = train(make_trainer(tmp_path, **settings), apply_to)
+
     settings |= dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model = tiny.llama()
+    counted = Counted()
+    trainer = make_trainer(tmp_path, callbacks=[counted], **settings)
     recomputed = []
-    model.get_submodule("base_model.model.model.layers.0.mlp.gate_proj").register_forward_hook(
+    trainer.model.get_submodule("base_model.model.model.layers.0.mlp.gate_proj").register_forward_hook(
         lambda *_: recomputed.append(torch._C._current_graph_task_id() != -1)
     )
-    on = train(make_trainer(tmp_path, model, **settings), apply_to)
+    counted.controller = nalora.attach_trainer(trainer, NALoRAConfig(apply_to=apply_to))
+    trainer.train()
     assert sum(recomputed) == 8
+    lengths = [len(row["input_ids"]) for row in rows(32)]
+    assert counted.steps == [[sum(lengths[start : start + 8])] * 2 for start in range(0, 32, 8)]
+    on = tiny.adapter_state(trainer.model), counted.controller.state_dict()["tensors"]
     assert difference(off, on) < 1e-9
 
 
@@ -251,6 +266,38 @@ def test_bf16_trains_with_float32_statistics(tmp_path, apply_to):
     assert controller.metrics()["skipped_updates"] == 0
     vanilla = train_vanilla(make_trainer(tmp_path, **settings))
     assert tiny.largest_difference(vanilla, tiny.adapter_state(trainer.model)) > 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@SPACES
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_an_fp16_overflow_leaves_no_trace(tmp_path, apply_to, optim):
+    """The third of five steps overflows under GradScaler: skipped, and nothing of it reaches the fourth."""
+    counted = Counted()
+    settings = dict(optim=optim, fp16=True, use_cpu=False, dtype=torch.float32, data=rows(20))
+    trainer = make_trainer(tmp_path, callbacks=[counted], **settings)
+    controller = counted.controller = nalora.attach_trainer(trainer, NALoRAConfig(apply_to=apply_to))
+    snapshots = []
+    trainer.add_callback(
+        OnStepBegin(lambda: snapshots.append((tiny.adapter_state(trainer.model), controller.state_dict()["tensors"])))
+    )
+    tiny.trainable(trainer.model)[0].register_hook(lambda grad: grad * float("inf") if len(snapshots) == 3 else grad)
+    trainer.train()
+    lengths = [len(row["input_ids"]) for row in rows(20)]
+    assert counted.steps == [[sum(lengths[start : start + 4])] * 2 for start in range(0, 20, 4)]
+    assert_bit_equal(snapshots[2], snapshots[3])
+    assert difference(snapshots[3], snapshots[4]) > 1e-4
+    assert [value.item() for key, value in snapshots[4][1].items() if key.endswith("/updates")] == [3, 3]
+    assert controller.metrics()["skipped_updates"] == 0
+
+
+class OnStepBegin(TrainerCallback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.act()
 
 
 def test_torch_compile(tmp_path):
@@ -465,7 +512,7 @@ def test_predicting_with_generate_changes_nothing(tmp_path):
         eval_steps=1,
         compute_metrics=lambda predictions: {"width": predictions.predictions.shape[1]},
         predict_with_generate=True,
-        generation_config=GenerationConfig(max_new_tokens=3, pad_token_id=0, eos_token_id=2, do_sample=False),
+        generation_max_length=18,
     )
     generated = []
     generate = generating.model.generate
@@ -554,13 +601,14 @@ def test_detaching_brings_the_vanilla_trainer_back(tmp_path, apply_to):
 
 def test_a_run_that_broke_off_leaves_nothing_to_the_next(tmp_path):
     """A forward pass that ends in an error has counted tokens which no gradient belongs to."""
-    trainer = make_trainer(tmp_path, data=rows(24))
+    trainer = make_trainer(tmp_path, data=rows(24, seed=9))
     controller = nalora.attach_trainer(trainer)
     down = trainer.model.get_submodule("base_model.model.model.layers.1.mlp.down_proj")
-    fail = down.register_forward_pre_hook(lambda *_: 1 / 0)
+    failing = down.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
-    fail.remove()
+    failing.remove()
+    trainer.train_dataset = rows(24)
     trainer.train()
     ours = tiny.adapter_state(trainer.model), controller.state_dict()["tensors"]
     assert difference(ours, plain_loop("gradient", steps=6)) < 1e-9

