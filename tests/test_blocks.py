@@ -204,7 +204,7 @@ def test_a_sequential_ffn_is_found():
 
 
 def plan(model, **settings):
-    return make_plan(find_blocks(model), NALoRAConfig(**settings), "reference")
+    return make_plan(find_blocks(model), NALoRAConfig(**settings))
 
 
 @pytest.mark.parametrize("targets", [["gate_proj"], ["gate_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]])

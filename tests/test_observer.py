@@ -171,6 +171,16 @@ def test_foreign_optimizers_are_refused_by_name():
     _leaves_no_trace(model)
 
 
+def test_schedule_free_optimizers_are_refused_by_name():
+    class AdamWScheduleFree(SGD):
+        pass
+
+    AdamWScheduleFree.__module__ = "schedulefree.adamw_schedulefree"
+    model = tiny.llama()
+    with pytest.raises(NALoRAError, match="AdamWScheduleFree, which trains at one point"):
+        nalora.attach(model, AdamWScheduleFree(tiny.trainable(model), lr=0.1))
+
+
 def test_unknown_kernels_are_refused():
     model = tiny.llama()
     with pytest.raises(NALoRAError, match="kernels"):

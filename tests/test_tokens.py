@@ -134,5 +134,5 @@ def test_every_form_of_mask(mask, tokens, positional):
 
 def test_a_mask_of_another_shape_is_an_error():
     model, _ = attached(Masked(), target_modules=["0", "2"])
-    with pytest.raises(NALoRAError, match=r"token mask of shape \(3, 5\) for gate outputs of shape \(3, 4, 12\)"):
+    with pytest.raises(NALoRAError, match=r"token mask of shape \(3, 5\) for gate outputs with tokens \(3, 4\)"):
         model.base_model.model(torch.randn(3, 4, 8), attention_mask=torch.ones(3, 5))

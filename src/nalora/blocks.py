@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 
@@ -40,7 +41,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class FFNBlock:
-    """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None where nothing is multiplied."""
+    """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None where nothing is multiplied.
+
+    `host` is the module that computes just this, from its input to its output; None where it computes more.
+    """
 
     name: str
     gate: Projection
@@ -49,11 +53,19 @@ class FFNBlock:
     activation: Activation
     width: int
     up_offset: float = 0.0
+    host: nn.Module | None = None
 
     @property
     def fused(self) -> bool:
         """Whether gate and up are rows of one layer and so share one A."""
         return self.up is not None and self.up.module is self.gate.module
+
+    @property
+    def statistics_kind(self) -> tuple[torch.device, torch.dtype]:
+        """Where and in what precision statistics of this block are kept: beside its adapters, float32 at least."""
+        layers = [p.module for p in self.projections.values() if isinstance(p.module, LoraLayer)]
+        adapter = next(iter(layers[0].lora_B.values())).weight
+        return adapter.device, torch.promote_types(adapter.dtype, torch.float32)
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -161,6 +173,7 @@ def _blocks_in(
             activation=activations.identify(phi),
             width=wiring.width,
             up_offset=replica.up_offset(consumer, gate, up) if up else 0.0,
+            host=host if replica.is_nothing_but(gate.source, up.source if up else None, down) else None,
         )
 
 

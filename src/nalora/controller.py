@@ -30,7 +30,7 @@ from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
 from nalora.tokens import watch_masks
 
-Kernels = Literal["auto", "off", "fused"]
+Kernels = Literal["auto", "off", "fused", "fused-activation"]
 
 _ADAM_NOTICE = (
     "nalora: Adam divides a steady factor out of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
@@ -70,14 +70,8 @@ class NALoRAController:
     def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
         self.config = config or NALoRAConfig()
         self.model = _unwrapped(model)
-        if kernels not in ("auto", "off"):
-            raise NALoRAError(
-                "kernels",
-                found=repr(kernels),
-                expected="'auto' or 'off' in this version",
-                fix="kernels='auto'",
-            )
-        self.plan: Plan = make_plan(find_blocks(self.model), self.config, statistics="reference")
+        refusals.if_kernels_are_unknown(kernels)
+        self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
         refusals.if_watched_or_sharded(self.plan)
 
         self._groups, self._places = _group(self.plan.blocks)
@@ -92,6 +86,10 @@ class NALoRAController:
         self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
         self._watched_gradients: set[nn.Parameter] = set()
         self._watch_gradients()
+        if kernels.startswith("fused"):
+            from nalora.fused.install import fuse
+
+            self._undo += fuse(self.model, self.plan, self._observers, adapters=kernels == "fused")
 
     # ---- observe -------------------------------------------------------------------------------------------------
 
@@ -104,6 +102,7 @@ class NALoRAController:
             group.sums(index),
             token_mask,
             with_up=self.config.importance == "utility",
+            accumulate=plan.engine.accumulate,
             is_adapted_pass=lambda: not layers[0].disable_adapters,
         )
         observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
@@ -286,9 +285,8 @@ def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, t
     """Stack the blocks that can be decided together; where each one went."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
     for plan in blocks:
-        adapter = next(b for p in plan.block.projections.values() for _, b in lora_parameters(p.module))
-        dtype = torch.promote_types(adapter.dtype, torch.float32)
-        kinds.setdefault((plan.block.width, dtype, adapter.device), []).append(plan.block.name)
+        device, dtype = plan.block.statistics_kind
+        kinds.setdefault((plan.block.width, dtype, device), []).append(plan.block.name)
     groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
     return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
 

@@ -43,7 +43,7 @@ METHODS = (
 )
 # Families of reasoning-gym with short questions and endless supply, learnt visibly in a few dozen steps.
 TASKS: dict[str, dict[str, Any]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
     "letter_counting": {"min_words": 3, "max_words": 6},
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
 }

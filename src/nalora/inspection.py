@@ -74,7 +74,7 @@ def inspect_model(
         architecture=type(skeleton).__name__,
         rank=lora.r,
         trainable=sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad),
-        plan=make_plan(found, config or NALoRAConfig(), statistics="reference"),
+        plan=make_plan(found, config or NALoRAConfig()),
     )
 
 

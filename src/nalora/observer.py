@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nalora.blocks import FFNBlock
 from nalora.errors import NALoRAError
-from nalora.statistics import Sums, accumulate
+from nalora.statistics import Accumulate, Sums
 from nalora.tokens import TokenMask
 
 _keys = itertools.count()
@@ -34,15 +35,17 @@ class GateObserver:
         sums: Sums,
         token_mask: TokenMask,
         with_up: bool,
+        accumulate: Accumulate,
         is_adapted_pass: Callable[[], bool],
     ) -> None:
         self.block, self.thresholds, self.sums, self.token_mask = block, thresholds, sums, token_mask
-        self.with_up = with_up
+        self.with_up, self.accumulate = with_up, accumulate
         self.is_adapted_pass = is_adapted_pass
         self.gradient_is_gone: Callable[[], bool] = lambda: False
         self.applied: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = self.discard_window
         self.waiting: Tensor | None = None
+        self.looking = True
         self.open_window()
         self.key = next(_keys)
         _observers[self.key] = self
@@ -59,6 +62,15 @@ class GateObserver:
         self.open_window()
         for each in self.sums:
             each.zero_()
+
+    @contextlib.contextmanager
+    def blindfolded(self) -> Iterator[None]:
+        """Let the block's layers run unobserved, for a fused layer that observes them itself."""
+        self.looking = False
+        try:
+            yield
+        finally:
+            self.looking = True
 
     def register(self) -> list[RemovableHandle]:
         """Hook the block's layers; the handles remove it again."""
@@ -85,14 +97,33 @@ class GateObserver:
     def _send(self, z: Tensor, u: Tensor | None) -> None:
         if u is not None and self.block.up_offset:
             u = u + self.block.up_offset
-        mask = self.token_mask.of(z)
+        mask = self.token_mask.of(z.shape[:-1])
         if torch.compiler.is_compiling():
             torch.ops.nalora.observe(z, u, mask, *self.sums, self.key)
         else:
             self.count(z, u, mask, self.sums)
 
     def count(self, z: Tensor, u: Tensor | None, mask: Tensor | None, sums: Sums) -> None:
-        """Add a pass that the loss learns from to the sums, unless it was counted before.
+        """Add a pass that the loss learns from to the sums, unless it was counted before."""
+        if self._enters_the_window(z.device):
+            self.accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
+
+    def see_partial(self, partial: Tensor, counts: Tensor, mask: Tensor | None, tokens: int) -> None:
+        """Take the statistics that a fused layer computed along with its output."""
+        if torch.compiler.is_compiling():
+            torch.ops.nalora.observe_partial(partial, counts, mask, tokens, *self.sums, self.key)
+        else:
+            self.count_partial(partial, counts, mask, tokens, self.sums)
+
+    def count_partial(self, partial: Tensor, counts: Tensor, mask: Tensor | None, tokens: int, sums: Sums) -> None:
+        """Add a fused layer's partial sums, by the rule of `count`."""
+        if self._enters_the_window(partial.device):
+            from nalora.statistics.triton_engine import add_up
+
+            add_up(sums, partial, counts, mask, tokens)
+
+    def _enters_the_window(self, device: torch.device) -> bool:
+        """Whether this pass is one more that the next optimizer step learns from.
 
         Inside a backward pass (a running graph task) a forward pass can only be a recomputation. It repeats a
         pass that was counted, unless that first pass ran under no_grad: then it was not told apart from a mere
@@ -100,7 +131,7 @@ class GateObserver:
         """
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and self._first_pass_learned:
-            return
+            return False
         if self.gradient_arrived and self.gradient_is_gone():
             self.abandon()
         if self.applied():
@@ -110,16 +141,16 @@ class GateObserver:
                 expected="optimizer.step() or optimizer.zero_grad() in between",
                 fix="call controller.apply() or clip_grad_norm_() once, after the last backward of a step",
             )
-        if z.device != sums.tokens.device:
+        if device != self.sums.tokens.device:
             raise NALoRAError(
                 self.block.name,
-                found=f"gate outputs on {z.device}, statistics on {sums.tokens.device}",
+                found=f"gate outputs on {device}, statistics on {self.sums.tokens.device}",
                 expected="the device the model was on when the controller was attached",
                 fix="move the model first, then attach",
             )
         self._first_pass_learned |= not recomputing
         self.calls += 1
-        accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
+        return True
 
 
 class _Hook:
@@ -131,7 +162,8 @@ class _Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         # The loss learns from no pass without gradients; generation in training mode (GRPO) is one, and its mask
         # covers the cached tokens too.
-        if module.training and torch.is_grad_enabled() and self.observer.is_adapted_pass():
+        learning = module.training and torch.is_grad_enabled() and self.observer.is_adapted_pass()
+        if learning and self.observer.looking:
             self.observer.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,3 +198,19 @@ def _observe(
     observer = _observers.get(key)
     if observer is not None:
         observer.count(z, u, mask, Sums(sensitivity, regimes, tokens))
+
+
+@torch.library.custom_op("nalora::observe_partial", mutates_args=("sensitivity", "regimes", "tokens"))
+def _observe_partial(
+    partial: Tensor,
+    counts: Tensor,
+    mask: Tensor | None,
+    length: int,
+    sensitivity: Tensor,
+    regimes: Tensor,
+    tokens: Tensor,
+    key: int,
+) -> None:
+    observer = _observers.get(key)
+    if observer is not None:
+        observer.count_partial(partial, counts, mask, length, Sums(sensitivity, regimes, tokens))

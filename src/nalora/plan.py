@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nalora.blocks import Discovery, FFNBlock
 from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
+from nalora.statistics import Engine, choose
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class BlockPlan:
     thresholds: tuple[float, float]
     mask_off: str
     scaling_off: str
+    engine: Engine
 
     @property
     def mask(self) -> bool:
@@ -38,7 +40,11 @@ class Plan:
     blocks: tuple[BlockPlan, ...]
     refused: dict[str, str]
     others: tuple[str, ...]
-    statistics: str
+
+    @property
+    def statistics(self) -> str:
+        """The names of the engines that compute the blocks' statistics."""
+        return ", ".join(dict.fromkeys(each.engine.name for each in self.blocks))
 
     def rows(self) -> list[tuple[str, ...]]:
         """One row for each run of alike blocks: name, layers, activation, width, regimes, mask, scaling."""
@@ -83,14 +89,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(found: Discovery, config: NALoRAConfig, statistics: str) -> Plan:
+def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> Plan:
     """Settle which controls act on which block.
 
     Raises:
         NALoRAError: no block, or controls were asked for and none of them can act anywhere.
     """
-    blocks = tuple(_plan_block(block, config) for block in found.blocks)
-    plan = Plan(config, blocks, found.refused, found.others, statistics)
+    blocks = tuple(_plan_block(block, config, kernels) for block in found.blocks)
+    plan = Plan(config, blocks, found.refused, found.others)
     if not blocks:
         raise _nothing_to_control(plan)
     if (config.mask or config.scaling) and not any(each.mask or each.scaling for each in blocks):
@@ -104,7 +110,7 @@ def make_plan(found: Discovery, config: NALoRAConfig, statistics: str) -> Plan:
     return plan
 
 
-def _plan_block(block: FFNBlock, config: NALoRAConfig) -> BlockPlan:
+def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str) -> BlockPlan:
     points = config.thresholds or block.activation.characteristic_points
     mask_off = scaling_off = ""
     if not config.mask:
@@ -118,7 +124,9 @@ def _plan_block(block: FFNBlock, config: NALoRAConfig) -> BlockPlan:
     elif config.thresholds is None and config.regimes == "paper" and block.activation.degenerate_in_paper:
         scaling_off = f"the paper calls {block.activation.name} degenerate; regimes='derived' scales it"
     # Without two points the shares are still told on either side of the hard gate at zero.
-    return BlockPlan(block, (points[0], points[1]) if points else (0.0, 0.0), mask_off, scaling_off)
+    thresholds = (points[0], points[1]) if points else (0.0, 0.0)
+    engine = choose(block.activation, *block.statistics_kind, kernels=kernels)
+    return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
 
 
 def _nothing_to_control(plan: Plan) -> NALoRAError:

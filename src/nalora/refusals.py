@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,19 @@ from nalora.control import controlled_parameters
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import Plan
+
+
+def if_kernels_are_unknown(kernels: str) -> None:
+    """Refuse a misspelt choice, and fused layers where there is no Triton to write them in."""
+    if kernels not in ("auto", "off", "fused", "fused-activation"):
+        raise NALoRAError(
+            "kernels",
+            found=repr(kernels),
+            expected="'auto', 'off', 'fused' or 'fused-activation'",
+            fix="kernels='auto'",
+        )
+    if kernels.startswith("fused") and importlib.util.find_spec("triton") is None:
+        raise NALoRAError("kernels", found="no Triton", expected="Triton for kernels='fused'", fix="pip install triton")
 
 
 def if_watched_or_sharded(plan: Plan) -> None:
@@ -47,6 +61,13 @@ def unless_torch_optimizer(optimizer: Any) -> Optimizer:
             found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             expected="a torch.optim.Optimizer; DeepSpeed steps its own master copy of the parameters",
             fix="train with DDP, or without DeepSpeed",
+        )
+    if "schedulefree" in type(optimizer).__module__:
+        raise NALoRAError(
+            "attach(optimizer=…)",
+            found=f"{type(optimizer).__name__}, which trains at one point and keeps another",
+            expected="an optimizer whose step is all that moves a parameter",
+            fix="use AdamW, SGD or Adafactor",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NALoRAError(

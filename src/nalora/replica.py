@@ -103,6 +103,7 @@ class Replica:
             default = _both_signs(tokens, stand_in.out_features, generator).to(self.device)
             stand_in.answer = answers.get(linear, default)
         x = torch.randn(1, tokens, self.input_size, generator=generator).to(self.device)
+        self.last_input = x.clone()
         output = self.module(x, **_none_for_the_rest(self.module))
         given = {linear: s.given for linear, s in self.stand_ins.items() if s.given is not None}
         if isinstance(output, tuple) and output:
@@ -195,6 +196,16 @@ class Replica:
             return h.reshape(-1)[: values.numel()].reshape(z.shape).to(z)
 
         return phi
+
+    def is_nothing_but(self, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> bool:
+        """Whether the module hands its input to gate and up unchanged and gives back down's answer unchanged."""
+        if down not in self.stand_ins:
+            return False
+        given = self.run({})
+        down_answer = self.stand_ins[down].answer
+        readers = [gate] if up is None else [gate, up]
+        untouched = all(torch.equal(given[reader], self.last_input) for reader in readers)
+        return untouched and down_answer is not None and torch.equal(given[OUTPUT][0], down_answer)
 
     def up_offset(self, consumer: nn.Module, gate: Part, up: Part) -> float:
         """b in φ(z) ⊙ (u + b); gpt-oss has b = 1, everyone else 0."""

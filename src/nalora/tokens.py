@@ -52,8 +52,8 @@ class TokenMask:
         self.witnesses = witnesses
         self.decoder = decoder
 
-    def of(self, z: Tensor) -> Tensor | None:
-        """The boolean mask of z's tokens, or None where all of them are real.
+    def of(self, shape: torch.Size) -> Tensor | None:
+        """The boolean mask of z's tokens, given its leading shape, or None where all of them are real.
 
         Raises:
             NALoRAError: a mask is there but does not match z's leading shape.
@@ -62,24 +62,24 @@ class TokenMask:
         for witness in self.witnesses:
             mask = _as_token_mask(witness.value)
             if mask is not None:
-                mask = self._matching(mask, z)
+                mask = self._matching(mask, shape)
                 break
         if self.decoder is not None:
             decoder_mask, labels = self.decoder[0].value, self.decoder[1].value
-            if decoder_mask is None and labels is not None and labels.shape == z.shape[:-1]:
+            if decoder_mask is None and labels is not None and labels.shape == shape:
                 learned = labels != _IGNORED_LABEL
                 mask = learned if mask is None else mask & learned
         return mask
 
-    def _matching(self, mask: Tensor, z: Tensor) -> Tensor:
-        if mask.shape == z.shape[:-1]:
+    def _matching(self, mask: Tensor, shape: torch.Size) -> Tensor:
+        if mask.shape == shape:
             return mask
-        if z.ndim == 2 and mask.numel() == z.shape[0]:
+        if len(shape) == 1 and mask.numel() == shape[0]:
             return mask.reshape(-1)
         raise NALoRAError(
             self.gate,
-            found=f"a token mask of shape {tuple(mask.shape)} for gate outputs of shape {tuple(z.shape)}",
-            expected=f"a mask of shape {tuple(z.shape[:-1])}, one entry per token",
+            found=f"a token mask of shape {tuple(mask.shape)} for gate outputs with tokens {tuple(shape)}",
+            expected=f"a mask of shape {tuple(shape)}, one entry per token",
             fix="pass the attention_mask of this tower, or none where nothing is padded",
         )
 

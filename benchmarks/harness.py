@@ -1,0 +1,112 @@
+"""One way to measure: variants interleaved in one process, warmed up, medians with their spread, rows kept in git."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROWS = Path(__file__).parent / "rows.csv"
+COLUMNS = [
+    "question", "setting", "variant", "unit", "p20", "p50", "p80", "samples",
+    "peak_gib", "device", "torch", "triton", "transformers", "peft", "liger", "commit", "date",
+]  # fmt: skip
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    try:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def append(rows: list[dict[str, Any]], path: Path = ROWS) -> None:
+    """Add rows to the CSV, with what they were measured on."""
+    new = not path.exists()
+    common = {
+        "device": device_name(),
+        "torch": torch.__version__,
+        **{name: version(name) for name in ("triton", "transformers", "peft")},
+        "liger": version("liger_kernel"),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({**common, **row})
+
+
+def quantiles(samples: list[float]) -> dict[str, float]:
+    values = torch.tensor(samples, dtype=torch.float64)
+    p20, p50, p80 = torch.quantile(values, torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return {"p20": round(p20, 5), "p50": round(p50, 5), "p80": round(p80, 5), "samples": len(samples)}
+
+
+class Clock:
+    """Milliseconds on the device between start and stop; on a CPU those of the wall."""
+
+    def __init__(self) -> None:
+        self.gpu = torch.cuda.is_available()
+
+    def __enter__(self) -> Clock:
+        if self.gpu:
+            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.begin.record()
+        else:
+            self.begin_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.gpu:
+            self.end.record()
+            self.end.synchronize()
+            self.ms = self.begin.elapsed_time(self.end)
+        else:
+            self.ms = 1000 * (time.perf_counter() - self.begin_s)
+
+
+Variant = Callable[[], AbstractContextManager[Callable[[], None]]]
+
+
+def interleave(variants: dict[str, Variant], rounds: int, steps: int, warmup: int) -> dict[str, dict[str, float]]:
+    """Every variant for a few steps, then again from the first, `rounds` times over; per-step quantiles and peaks."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    peaks: dict[str, float] = {}
+    for turn in range(rounds):
+        for name, variant in variants.items():
+            with variant() as step:
+                for _ in range(warmup if turn else 2 * warmup):
+                    step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                for _ in range(steps):
+                    with Clock() as clock:
+                        step()
+                    samples[name].append(clock.ms)
+                if torch.cuda.is_available():
+                    peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+    return {name: quantiles(each) | {"peak_gib": round(peaks.get(name, 0.0), 3)} for name, each in samples.items()}

@@ -1,0 +1,138 @@
+"""Triton kernels of h = φ(z) ⊙ (u + b), with z = z₀ + x_g·B_gᵀ and u = u₀ + x_u·B_uᵀ formed in registers.
+
+Forward reads z₀ and u₀ once and writes h; the statistics come along. Backward reads z₀, u₀ and the gradient of h
+once and writes those of z and u; the three low-rank weight gradients that need z, u or h are accumulated on the way.
+Every program owns a block of channels and a part of the tokens, so partial results are added up in a fixed order.
+A rank of 0 leaves the low-rank terms out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nalora.statistics.triton_activations import phi_and_derivative
+
+
+@triton.jit
+def _low_rank(x_ptr, rows, there, x_stride, RANK: tl.constexpr, R: tl.constexpr):
+    """[tokens, R] of the projected inputs, zero beyond the rank."""
+    j = tl.arange(0, R)
+    return tl.load(x_ptr + rows[:, None] * x_stride + j[None, :], mask=there[:, None] & (j < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _factor(b_ptr, channels, in_width, RANK: tl.constexpr, R: tl.constexpr):
+    """[R, channels] of a factor stored as [channels, rank]."""
+    j = tl.arange(0, R)
+    at = b_ptr + channels[None, :] * RANK + j[:, None]
+    return tl.load(at, mask=in_width[None, :] & (j < RANK)[:, None], other=0.0)
+
+
+@triton.jit
+def forward_kernel(
+    z_ptr, u_ptr, h_ptr, mask_ptr, xg_ptr, xu_ptr, bg_ptr, bu_ptr, partial_ptr, counts_ptr,
+    tokens, width, tokens_per_part, lower, upper, limit, up_offset,
+    z_stride, u_stride, x_stride,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr,
+    UTILITY: tl.constexpr, WITH_MASK: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """h of a part of the tokens and a block of channels, its Σ|φ′| per channel, and how many z lie below and above."""
+    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    part = tl.program_id(1)
+    first = part.to(tl.int64) * tokens_per_part
+    last = tl.minimum(first + tokens_per_part, tokens)
+    in_width = channels < width
+    if RANK > 0:
+        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+    total = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    below = tl.zeros([BLOCK_CHANNELS], tl.int32)
+    above = tl.zeros([BLOCK_CHANNELS], tl.int32)
+    for start in range(first, last, BLOCK_TOKENS):
+        rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
+        there = rows < last
+        here = there[:, None] & in_width[None, :]
+        z = tl.load(z_ptr + rows[:, None] * z_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + rows[:, None] * u_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        if RANK > 0:
+            z += tl.dot(_low_rank(xg_ptr, rows, there, x_stride, RANK, R), b_gate, input_precision="ieee")
+            u += tl.dot(_low_rank(xu_ptr, rows, there, x_stride, RANK, R), b_up, input_precision="ieee")
+        u += up_offset
+        phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
+        h = (phi * u).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + rows[:, None] * width + channels[None, :], h, mask=here)
+        counted = there
+        if WITH_MASK:
+            counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
+        here = counted[:, None] & in_width[None, :]
+        k = tl.abs(derivative)
+        if UTILITY:
+            k = k * tl.abs(u)
+        total += tl.sum(tl.where(here, k, 0.0), 0)
+        below += tl.sum((here & (z < lower)).to(tl.int32), 0)
+        above += tl.sum((here & (z > upper)).to(tl.int32), 0)
+    tl.store(partial_ptr + part.to(tl.int64) * width + channels, total, mask=in_width)
+    slot = counts_ptr + (part.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
+    tl.store(slot, tl.sum(below, 0))
+    tl.store(slot + 1, tl.sum(above, 0))
+
+
+@triton.jit
+def backward_kernel(
+    dh_ptr, z_ptr, u_ptr, dz_ptr, du_ptr, xg_ptr, xu_ptr, e_ptr, bg_ptr, bu_ptr, ad_ptr,
+    dbg_ptr, dbu_ptr, dad_ptr,
+    tokens, width, tokens_per_part, limit, up_offset,
+    z_stride, u_stride, x_stride, dh_stride,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of z and u of a part of the tokens and a block of channels, and their share of B_g, B_u and A_d."""
+    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    part = tl.program_id(1)
+    first = part.to(tl.int64) * tokens_per_part
+    last = tl.minimum(first + tokens_per_part, tokens)
+    in_width = channels < width
+    j = tl.arange(0, R)
+    if RANK > 0:
+        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+        in_factor = in_width[None, :] & (j < RANK)[:, None]
+        a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
+        d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+        d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+        d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+    for start in range(first, last, BLOCK_TOKENS):
+        rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
+        there = rows < last
+        here = there[:, None] & in_width[None, :]
+        z = tl.load(z_ptr + rows[:, None] * z_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + rows[:, None] * u_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + rows[:, None] * dh_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        if RANK > 0:
+            x_gate = _low_rank(xg_ptr, rows, there, x_stride, RANK, R)
+            x_up = _low_rank(xu_ptr, rows, there, x_stride, RANK, R)
+            e = _low_rank(e_ptr, rows, there, RANK, RANK, R)
+            z += tl.dot(x_gate, b_gate, input_precision="ieee")
+            u += tl.dot(x_up, b_up, input_precision="ieee")
+            dh += tl.dot(e, a_down, input_precision="ieee")
+        u += up_offset
+        phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
+        dz = (dh * u * derivative).to(dz_ptr.dtype.element_ty)
+        du = (dh * phi).to(du_ptr.dtype.element_ty)
+        tl.store(dz_ptr + rows[:, None] * width + channels[None, :], dz, mask=here)
+        tl.store(du_ptr + rows[:, None] * width + channels[None, :], du, mask=here)
+        if RANK > 0:
+            h = tl.where(here, phi * u, 0.0).to(e.dtype)
+            dz = tl.where(here, dz, 0.0).to(x_gate.dtype)
+            du = tl.where(here, du, 0.0).to(x_up.dtype)
+            d_gate += tl.dot(tl.trans(x_gate), dz, input_precision="ieee")
+            d_up += tl.dot(tl.trans(x_up), du, input_precision="ieee")
+            d_down += tl.dot(tl.trans(e), h, input_precision="ieee")
+    if RANK > 0:
+        at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
+        tl.store(dbg_ptr + at, d_gate, mask=in_factor)
+        tl.store(dbu_ptr + at, d_up, mask=in_factor)
+        tl.store(dad_ptr + at, d_down, mask=in_factor)

@@ -1,0 +1,41 @@
+"""Which layers of a model are fused, for `kernels="fused"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from nalora.fused.gated_product import fuse_product
+from nalora.fused.layers import fuse_ffn, fuse_linear
+from nalora.observer import GateObserver
+from nalora.plan import Plan
+
+
+def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver], *, adapters: bool) -> list[Callable[[], None]]:
+    """Fuse every FFN that allows it and, with `adapters`, every LoRA linear layer; what undoes it.
+
+    Args:
+        model: the model that the plan is of.
+        plan: its blocks.
+        observers: one for each block of the plan.
+        adapters: whether adapters are fused into their layers, or only the product φ(z) ⊙ u.
+    """
+    undo: list[Callable[[], None]] = []
+    fused: set[nn.Module] = set()
+    for each, observer in zip(plan.blocks, observers, strict=True):
+        host = each.block.host
+        if host is None:
+            continue
+        put_back = (fuse_ffn if adapters else fuse_product)(host, each.block, observer)
+        if put_back is not None:
+            undo.append(put_back)
+            fused |= {projection.module for projection in each.block.projections.values()}
+    if adapters:
+        for module in model.modules():
+            if isinstance(module, LoraLayer) and module not in fused:
+                put_back = fuse_linear(module)
+                if put_back is not None:
+                    undo.append(put_back)
+    return undo
