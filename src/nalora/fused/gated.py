@@ -9,10 +9,11 @@ import triton
 from torch import Tensor
 
 from nalora.fused.gated_kernels import backward_kernel, forward_kernel
-from nalora.statistics.triton_engine import may_approximate, tile
+from nalora.statistics.triton_engine import is_even, tile
 
 _BLOCK_TOKENS = 16
 _BLOCK_CHANNELS = 128
+_WARPS = 4
 
 
 class GateSpec(NamedTuple):
@@ -49,9 +50,10 @@ def forward(
         z, u, h, mask, *(low_rank or (None,) * 4), partial, counts,
         tokens, width, tiling.tokens_per_part, spec.lower, spec.upper, spec.limit, spec.up_offset,
         z.stride(0), u.stride(0), low_rank.x_gate.stride(0) if low_rank else 0,
-        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
+        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=z.is_cuda,
+        EVEN=is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
         UTILITY=spec.utility, WITH_MASK=mask is not None, RANK=rank, R=_padded(rank),
-        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS,
+        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
     return h, partial, counts
 
@@ -98,9 +100,10 @@ def backward(
         dh, z, u, dz, du, x_gate, x_up, e, b_gate, b_up, a_down, *factors,
         tokens, width, tiling.tokens_per_part, spec.limit, spec.up_offset,
         z.stride(0), u.stride(0), x_gate.stride(0) if x_gate is not None else 0, dh.stride(0),
-        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
+        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=z.is_cuda,
+        EVEN=is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
         RANK=rank, R=_padded(rank),
-        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS,
+        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
     d_gate, d_up, d_down = (None if each is None else each.sum(0) for each in factors)
     return Gradients(dz, du, None if d_gate is None else d_gate.T, None if d_up is None else d_up.T, d_down)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nalora.statistics.triton_activations import phi_and_derivative
+from nalora.statistics.triton_engine import store_tally
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def forward_kernel(
     z_ptr, u_ptr, h_ptr, mask_ptr, xg_ptr, xu_ptr, bg_ptr, bu_ptr, partial_ptr, counts_ptr,
     tokens, width, tokens_per_part, lower, upper, limit, up_offset,
     z_stride, u_stride, x_stride,
-    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     UTILITY: tl.constexpr, WITH_MASK: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -47,36 +48,52 @@ def forward_kernel(
     if RANK > 0:
         b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
         b_up = _factor(bu_ptr, channels, in_width, RANK, R)
-    total = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    below = tl.zeros([BLOCK_CHANNELS], tl.int32)
-    above = tl.zeros([BLOCK_CHANNELS], tl.int32)
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
+    outside = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
     for start in range(first, last, BLOCK_TOKENS):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         there = rows < last
         here = there[:, None] & in_width[None, :]
-        z = tl.load(z_ptr + rows[:, None] * z_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + rows[:, None] * u_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        z = _tile(z_ptr, rows, channels, z_stride, here, EVEN)
+        u = _tile(u_ptr, rows, channels, u_stride, here, EVEN)
         if RANK > 0:
-            z += tl.dot(_low_rank(xg_ptr, rows, there, x_stride, RANK, R), b_gate, input_precision="ieee")
-            u += tl.dot(_low_rank(xu_ptr, rows, there, x_stride, RANK, R), b_up, input_precision="ieee")
+            z = tl.dot(_low_rank(xg_ptr, rows, there, x_stride, RANK, R), b_gate, acc=z, input_precision="ieee")
+            u = tl.dot(_low_rank(xu_ptr, rows, there, x_stride, RANK, R), b_up, acc=u, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
-        h = (phi * u).to(h_ptr.dtype.element_ty)
-        tl.store(h_ptr + rows[:, None] * width + channels[None, :], h, mask=here)
-        counted = there
-        if WITH_MASK:
-            counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
-        here = counted[:, None] & in_width[None, :]
+        _put(h_ptr, rows, channels, width, phi * u, here, EVEN)
         k = tl.abs(derivative)
         if UTILITY:
             k = k * tl.abs(u)
-        total += tl.sum(tl.where(here, k, 0.0), 0)
-        below += tl.sum((here & (z < lower)).to(tl.int32), 0)
-        above += tl.sum((here & (z > upper)).to(tl.int32), 0)
-    tl.store(partial_ptr + part.to(tl.int64) * width + channels, total, mask=in_width)
-    slot = counts_ptr + (part.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
-    tl.store(slot, tl.sum(below, 0))
-    tl.store(slot + 1, tl.sum(above, 0))
+        beyond = tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
+        if WITH_MASK:
+            counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
+            here = counted[:, None] & in_width[None, :]
+        if WITH_MASK or not EVEN:
+            k = tl.where(here, k, 0.0)
+            beyond = tl.where(here, beyond, 0)
+        total += k
+        outside += beyond
+    store_tally(partial_ptr, counts_ptr, total, outside, part, channels, in_width, width)
+
+
+@triton.jit
+def _tile(ptr, rows, channels, stride, here, EVEN: tl.constexpr):
+    """A tile of a matrix in float32, zero beyond its bounds."""
+    at = ptr + rows[:, None] * stride + channels[None, :]
+    if EVEN:
+        return tl.load(at).to(tl.float32)
+    return tl.load(at, mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put(ptr, rows, channels, stride, values, here, EVEN: tl.constexpr):
+    """Write a tile in the matrix's own precision."""
+    at = ptr + rows[:, None] * stride + channels[None, :]
+    if EVEN:
+        tl.store(at, values.to(ptr.dtype.element_ty))
+    else:
+        tl.store(at, values.to(ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -85,7 +102,7 @@ def backward_kernel(
     dbg_ptr, dbu_ptr, dad_ptr,
     tokens, width, tokens_per_part, limit, up_offset,
     z_stride, u_stride, x_stride, dh_stride,
-    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     RANK: tl.constexpr, R: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -96,10 +113,10 @@ def backward_kernel(
     last = tl.minimum(first + tokens_per_part, tokens)
     in_width = channels < width
     j = tl.arange(0, R)
+    in_factor = in_width[None, :] & (j < RANK)[:, None]
     if RANK > 0:
         b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
         b_up = _factor(bu_ptr, channels, in_width, RANK, R)
-        in_factor = in_width[None, :] & (j < RANK)[:, None]
         a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
         d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
         d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
@@ -108,29 +125,27 @@ def backward_kernel(
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         there = rows < last
         here = there[:, None] & in_width[None, :]
-        z = tl.load(z_ptr + rows[:, None] * z_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
-        u = tl.load(u_ptr + rows[:, None] * u_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + rows[:, None] * dh_stride + channels[None, :], mask=here, other=0.0).to(tl.float32)
+        z = _tile(z_ptr, rows, channels, z_stride, here, EVEN)
+        u = _tile(u_ptr, rows, channels, u_stride, here, EVEN)
+        dh = _tile(dh_ptr, rows, channels, dh_stride, here, EVEN)
         if RANK > 0:
             x_gate = _low_rank(xg_ptr, rows, there, x_stride, RANK, R)
             x_up = _low_rank(xu_ptr, rows, there, x_stride, RANK, R)
             e = _low_rank(e_ptr, rows, there, RANK, RANK, R)
-            z += tl.dot(x_gate, b_gate, input_precision="ieee")
-            u += tl.dot(x_up, b_up, input_precision="ieee")
-            dh += tl.dot(e, a_down, input_precision="ieee")
+            z = tl.dot(x_gate, b_gate, acc=z, input_precision="ieee")
+            u = tl.dot(x_up, b_up, acc=u, input_precision="ieee")
+            dh = tl.dot(e, a_down, acc=dh, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
-        dz = (dh * u * derivative).to(dz_ptr.dtype.element_ty)
-        du = (dh * phi).to(du_ptr.dtype.element_ty)
-        tl.store(dz_ptr + rows[:, None] * width + channels[None, :], dz, mask=here)
-        tl.store(du_ptr + rows[:, None] * width + channels[None, :], du, mask=here)
+        dz = dh * u * derivative
+        du = dh * phi
+        _put(dz_ptr, rows, channels, width, dz, here, EVEN)
+        _put(du_ptr, rows, channels, width, du, here, EVEN)
         if RANK > 0:
-            h = tl.where(here, phi * u, 0.0).to(e.dtype)
-            dz = tl.where(here, dz, 0.0).to(x_gate.dtype)
-            du = tl.where(here, du, 0.0).to(x_up.dtype)
-            d_gate += tl.dot(tl.trans(x_gate), dz, input_precision="ieee")
-            d_up += tl.dot(tl.trans(x_up), du, input_precision="ieee")
-            d_down += tl.dot(tl.trans(e), h, input_precision="ieee")
+            # Rows beyond the end carry zeros in x and e, channels beyond the width are not stored.
+            d_gate = tl.dot(tl.trans(x_gate), dz.to(x_gate.dtype), acc=d_gate, input_precision="ieee")
+            d_up = tl.dot(tl.trans(x_up), du.to(x_up.dtype), acc=d_up, input_precision="ieee")
+            d_down = tl.dot(tl.trans(e), (phi * u).to(e.dtype), acc=d_down, input_precision="ieee")
     if RANK > 0:
         at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
         tl.store(dbg_ptr + at, d_gate, mask=in_factor)

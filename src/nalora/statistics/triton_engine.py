@@ -15,6 +15,7 @@ from nalora.statistics.triton_activations import number_and_limit, phi_and_deriv
 
 _BLOCK_TOKENS = 16
 _BLOCK_CHANNELS = 128
+_WARPS = 4
 # Enough programs to keep every multiprocessor of a large GPU busy a few times over.
 _PROGRAMS = 2048
 
@@ -24,7 +25,7 @@ def _partial_sums(
     z_ptr, u_ptr, mask_ptr, partial_ptr, counts_ptr,
     tokens, width, tokens_per_part, lower, upper, limit,
     z_stride, z_step, u_stride, u_step,
-    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     WITH_U: tl.constexpr, WITH_MASK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -35,45 +36,68 @@ def _partial_sums(
     last = tl.minimum(first + tokens_per_part, tokens)
     in_width = channels < width
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
-    below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
-    above = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
+    outside = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
     for start in range(first, last, BLOCK_TOKENS):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
-        counted = rows < last
-        if WITH_MASK:
-            counted = counted & (tl.load(mask_ptr + rows, mask=counted, other=0) != 0)
-        here = counted[:, None] & in_width[None, :]
-        z = tl.load(z_ptr + rows[:, None] * z_stride + channels[None, :] * z_step, mask=here, other=0.0)
-        z = z.to(tl.float32)
-        _, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
-        k = tl.abs(derivative)
-        if WITH_U:
-            u = tl.load(u_ptr + rows[:, None] * u_stride + channels[None, :] * u_step, mask=here, other=0.0)
-            k = k * tl.abs(u.to(tl.float32))
-        total += tl.where(here, k, 0.0)
-        below += tl.where(here & (z < lower), 1, 0)
-        above += tl.where(here & (z > upper), 1, 0)
+        z_at = z_ptr + rows[:, None] * z_stride + channels[None, :] * z_step
+        u_at = u_ptr + rows[:, None] * u_stride + channels[None, :] * u_step if WITH_U else z_at
+        if EVEN:
+            z = tl.load(z_at).to(tl.float32)
+            u = tl.load(u_at).to(tl.float32) if WITH_U else z
+            total, outside = tally(z, u, total, outside, lower, upper, limit, NUMBER, LIMITED, FAST, WITH_U)
+        else:
+            counted = rows < last
+            if WITH_MASK:
+                counted = counted & (tl.load(mask_ptr + rows, mask=counted, other=0) != 0)
+            here = counted[:, None] & in_width[None, :]
+            z = tl.load(z_at, mask=here, other=0.0).to(tl.float32)
+            u = tl.load(u_at, mask=here, other=0.0).to(tl.float32) if WITH_U else z
+            more, beyond = tally(z, u, total, outside, lower, upper, limit, NUMBER, LIMITED, FAST, WITH_U)
+            total = tl.where(here, more, total)
+            outside = tl.where(here, beyond, outside)
+    store_tally(partial_ptr, counts_ptr, total, outside, part, channels, in_width, width)
+
+
+@triton.jit
+def tally(
+    z, u, total, outside, lower, upper, limit,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, WITH_U: tl.constexpr,
+):  # fmt: skip
+    """Add one tile: |φ′(z)| to the totals, and z beyond a threshold to the counts, two of them in one integer."""
+    _, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
+    k = tl.abs(derivative)
+    if WITH_U:
+        k = k * tl.abs(u)
+    return total + k, outside + tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
+
+
+@triton.jit
+def store_tally(partial_ptr, counts_ptr, total, outside, part, channels, in_width, width):
+    """Leave a program's sums in its own place, for `_add_up` to add in order."""
     tl.store(partial_ptr + part.to(tl.int64) * width + channels, tl.sum(total, 0), mask=in_width)
     slot = counts_ptr + (part.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 2
-    tl.store(slot, tl.sum(tl.sum(below, 0), 0))
-    tl.store(slot + 1, tl.sum(tl.sum(above, 0), 0))
+    tl.store(slot, tl.sum(tl.sum(outside & 65535, 0), 0))
+    tl.store(slot + 1, tl.sum(tl.sum(outside >> 16, 0), 0))
 
 
 @triton.jit
 def _add_up(
     partial_ptr, counts_ptr, mask_ptr, sensitivity_ptr, regimes_ptr, tokens_ptr,
     tokens, width, parts, slots,
-    WITH_MASK: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    WITH_MASK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts to the block's buffers, channel by channel in order; the first program adds the counts."""
-    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    in_width = channels < width
-    total = tl.zeros([BLOCK_CHANNELS], tl.float32)
-    for part in range(0, parts):
-        total += tl.load(partial_ptr + part * width + channels, mask=in_width, other=0.0)
-    old = tl.load(sensitivity_ptr + channels, mask=in_width, other=0.0)
-    tl.store(sensitivity_ptr + channels, old + total, mask=in_width)
-    if tl.program_id(0) == 0:
+    """Add the parts to the block's buffers, always in the same order; the last program adds the counts."""
+    if tl.program_id(0) < tl.num_programs(0) - 1:
+        channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+        in_width = channels < width
+        total = tl.zeros([BLOCK_PARTS, BLOCK_CHANNELS], tl.float32)
+        for start in range(0, parts, BLOCK_PARTS):
+            part = start + tl.arange(0, BLOCK_PARTS)
+            there = (part < parts)[:, None] & in_width[None, :]
+            total += tl.load(partial_ptr + part[:, None] * width + channels[None, :], mask=there, other=0.0)
+        old = tl.load(sensitivity_ptr + channels, mask=in_width, other=0.0)
+        tl.store(sensitivity_ptr + channels, old + tl.sum(total, 0), mask=in_width)
+    else:
         lanes = tl.arange(0, BLOCK_SLOTS)
         below = tl.zeros([BLOCK_SLOTS], tl.int64)
         above = tl.zeros([BLOCK_SLOTS], tl.int64)
@@ -138,9 +162,10 @@ def accumulate(
         z, u, mask, partial, counts,
         tokens, width, tiling.tokens_per_part, *thresholds, limit,
         *z.stride(), *(u.stride() if u is not None else (0, 0)),
-        NUMBER=number, LIMITED=limit != float("inf"), FAST=may_approximate(z),
+        NUMBER=number, LIMITED=limit != float("inf"), FAST=z.is_cuda,
+        EVEN=mask is None and is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
         WITH_U=u is not None, WITH_MASK=mask is not None,
-        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS,
+        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, num_warps=_WARPS,
     )  # fmt: skip
     add_up(sums, partial, counts, mask, tokens)
 
@@ -148,10 +173,10 @@ def accumulate(
 def add_up(sums: Sums, partial: Tensor, counts: Tensor, mask: Tensor | None, tokens: int) -> None:
     """Add the partial sums of a pass to the block's buffers."""
     parts, width = partial.shape
-    _add_up[triton.cdiv(width, _BLOCK_CHANNELS),](
+    _add_up[triton.cdiv(width, _BLOCK_CHANNELS) + 1,](
         partial, counts, mask, *sums,
         tokens, width, parts, counts.numel() // 2,
-        WITH_MASK=mask is not None, BLOCK_CHANNELS=_BLOCK_CHANNELS, BLOCK_SLOTS=1024,
+        WITH_MASK=mask is not None, BLOCK_PARTS=32, BLOCK_CHANNELS=_BLOCK_CHANNELS, BLOCK_SLOTS=1024,
     )  # fmt: skip
 
 
@@ -160,6 +185,6 @@ def as_bytes(token_mask: Tensor | None) -> Tensor | None:
     return None if token_mask is None else token_mask.reshape(-1).contiguous().view(torch.uint8)
 
 
-def may_approximate(z: Tensor) -> bool:
-    """Whether the hardware's tanh is good enough: it is for half-precision z, and only a GPU has it."""
-    return z.is_cuda and z.dtype != torch.float32
+def is_even(tokens: int, width: int, block_tokens: int, block_channels: int) -> bool:
+    """Whether every tile is full, so that a kernel needs no bounds."""
+    return tokens % block_tokens == 0 and width % block_channels == 0
