@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels run on the CPU through its interpreter; it must be asked for before they are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -115,6 +115,18 @@ def test_narrow_types_follow_float64(activation, dtype, reach, tolerance):
             assert (gap <= tolerance * wide.abs().clamp(min=1)).all(), what
 
 
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_far_out_the_smooth_gates_are_shut_or_open(name, dtype):
+    """eᶻ overflows and underflows at ±1000, in float64 too; κ falls at least as fast as 1 + z on the left."""
+    activation, z = get(name), torch.tensor([-1000.0, 1000.0], dtype=dtype)
+    for what in ("derivative", "selection"):
+        assert getattr(activation, what)(z).tolist() == [0, 1], what
+    shut, opened = activation.kappa(z).tolist()
+    assert -float("inf") < shut <= -998
+    assert opened == 1
+
+
 @by_activation
 def test_zero(activation):
     z = torch.zeros(1, dtype=torch.float64)
@@ -211,6 +223,14 @@ def test_a_root_on_a_grid_point_is_found():
     assert phi.characteristic_points == pytest.approx((-1.0, POINTS["silu"][1]), abs=1e-9)
 
 
+def test_of_several_roots_the_nearest_to_zero_counts():
+    wavy = get(lambda z: z * (2 + torch.sin(z)))
+    lower, upper = wavy.characteristic_points
+    assert (wavy.derivative(line(-20, 0)).sign().diff() != 0).sum() > 2
+    assert (wavy.derivative(line(lower, 0)[1:]) > 0).all()
+    assert (wavy.kappa(line(0, upper)).diff() > 0).all()
+
+
 def test_points_do_not_depend_on_the_callers_context():
     def fresh():
         return get(lambda z: z * torch.sigmoid(z))
@@ -236,9 +256,10 @@ def test_autograd_backed_results_carry_no_graph_without_grad_mode():
     z = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            inside = z * 1
-            assert not custom.derivative(inside).requires_grad
-            torch.testing.assert_close(custom.derivative(inside), get("silu").derivative(z.detach()))
+            for given_z in (z, z * 1):
+                slope = custom.derivative(given_z)
+                assert not slope.requires_grad
+                torch.testing.assert_close(slope, get("silu").derivative(z.detach()))
     assert not custom.derivative(z.detach()).requires_grad
     assert custom.derivative(torch.ones(3).bfloat16()).dtype == torch.bfloat16
 

@@ -351,8 +351,8 @@ def test_compile_with_inductor_counts_what_eager_counts():
         forward = torch.compile(model) if compile_model else model
         for seed in range(2):
             tiny.sum_loss(forward, tiny.tokens(8, 12, seed=seed)).backward()
-        group = controller._groups[0]
-        return group.tokens.clone(), group.regimes.clone(), group.sensitivity.clone()
+        sensitivity, regimes, tokens = controller._groups[0].stacked.totals()
+        return tokens, regimes, sensitivity
 
     eager, compiled = counts(False), counts(True)
     assert torch.equal(eager[0], compiled[0])

@@ -259,7 +259,7 @@ def test_bf16_models_keep_statistics_and_averages_in_float32():
     model, optimizer, controller = attached(model)
     step(model, optimizer)
     group = controller._groups[0]
-    assert {group.sensitivity.dtype, group.mask.dtype, group.scales.dtype} == {torch.float32}
+    assert {group.stacked.sensitivity.dtype, group.mask.dtype, group.scales.dtype} == {torch.float32}
     assert controller.metrics()["mask_mean"] < 1
 
 
@@ -387,7 +387,7 @@ def test_a_quantised_base_is_observed_with_its_adapter(kind):
     gate.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     model(torch.randn(3, 5, 64)).square().sum().backward()
     exact = controller.plan.blocks[0].block.activation.derivative(outputs[0].double()).abs().sum((0, 1))
-    torch.testing.assert_close(controller._groups[0].sensitivity[0].double(), exact, rtol=1e-5, atol=1e-5)
-    assert controller._groups[0].sensitivity.dtype == torch.float32
+    torch.testing.assert_close(controller._groups[0].stacked.totals()[0][0].double(), exact, rtol=1e-5, atol=1e-5)
+    assert controller._groups[0].stacked.sensitivity.dtype == torch.float32
     optimizer.step()
     assert controller.metrics()["mask_mean"] < 1

@@ -155,7 +155,7 @@ def _slope(function: Elementwise, z: Tensor) -> Tensor:
         y = function(x)
         if not y.requires_grad:  # a step function, such as ReLU's κ
             return torch.zeros_like(z)
-        return torch.autograd.grad(y.sum(), x, create_graph=again, materialize_grads=True)[0]
+        return torch.autograd.grad(y.sum(), x, create_graph=again)[0]
 
 
 def _by_autograd(phi: Elementwise) -> Activation:

@@ -33,9 +33,7 @@ class BlockGroup:
     def __init__(self, names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.names, self.width = names, width
         n = len(names)
-        self.sensitivity = torch.zeros(n, width, dtype=dtype, device=device)
-        self.regimes = torch.zeros(n, 3, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(n, dtype=torch.int64, device=device)
+        self.stacked = Sums.zeros(n, width, dtype, device)
         self.mask = torch.ones(n, width, dtype=dtype, device=device)
         self.scales = torch.ones(n, 3, dtype=dtype, device=device)
         self.updates = torch.zeros(n, dtype=torch.int64, device=device)
@@ -48,13 +46,16 @@ class BlockGroup:
 
     def sums(self, index: int) -> Sums:
         """The buffers that block `index` accumulates into."""
-        return Sums(self.sensitivity[index], self.regimes[index], self.tokens[index])
+        return self.stacked.of_block(index)
+
+    @property
+    def tokens(self) -> Tensor:
+        """How many tokens each block has counted in the current window."""
+        return self.stacked.totals()[2]
 
     def open_window(self) -> None:
         """Start the sums of the next optimizer step."""
-        self.sensitivity.zero_()
-        self.regimes.zero_()
-        self.tokens.zero_()
+        self.stacked.clear()
 
     @torch.no_grad()
     def decide(self, config: NALoRAConfig) -> Decision:
@@ -105,10 +106,10 @@ class BlockGroup:
 
     def _over_ranks(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all data-parallel ranks, so that every rank decides the same."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return self.sensitivity, self.regimes, self.tokens
-        sensitivity = self.sensitivity.clone()
-        counts = torch.cat([self.regimes, self.tokens[:, None]], dim=1)
-        dist.all_reduce(sensitivity)
-        dist.all_reduce(counts)
-        return sensitivity, counts[:, :3], counts[:, 3]
+        sensitivity, regimes, tokens = self.stacked.totals()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            counts = torch.cat([regimes, tokens[:, None]], dim=1)
+            dist.all_reduce(sensitivity)
+            dist.all_reduce(counts)
+            regimes, tokens = counts[:, :3], counts[:, 3]
+        return sensitivity, regimes, tokens

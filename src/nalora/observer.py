@@ -60,8 +60,7 @@ class GateObserver:
     def discard_window(self) -> None:
         """Drop what was observed for gradients that nobody will use."""
         self.open_window()
-        for each in self.sums:
-            each.zero_()
+        self.sums.clear()
 
     @contextlib.contextmanager
     def blindfolded(self) -> Iterator[None]:
@@ -108,19 +107,9 @@ class GateObserver:
         if self._enters_the_window(z.device):
             self.accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
 
-    def see_partial(self, partial: Tensor, counts: Tensor, mask: Tensor | None, tokens: int) -> None:
-        """Take the statistics that a fused layer computed along with its output."""
-        if torch.compiler.is_compiling():
-            torch.ops.nalora.observe_partial(partial, counts, mask, tokens, *self.sums, self.key)
-        else:
-            self.count_partial(partial, counts, mask, tokens, self.sums)
-
-    def count_partial(self, partial: Tensor, counts: Tensor, mask: Tensor | None, tokens: int, sums: Sums) -> None:
-        """Add a fused layer's partial sums, by the rule of `count`."""
-        if self._enters_the_window(partial.device):
-            from nalora.statistics.triton_engine import add_up
-
-            add_up(sums, partial, counts, mask, tokens)
+    def claim(self, device: torch.device) -> Sums | None:
+        """The sums that a fused layer adds this pass to while it computes, None where the pass does not count."""
+        return self.sums if self._enters_the_window(device) else None
 
     def _enters_the_window(self, device: torch.device) -> bool:
         """Whether this pass is one more that the next optimizer step learns from.
@@ -185,32 +174,16 @@ def is_observed(module: nn.Module) -> bool:
 
 # torch.compile sees one opaque operator: no graph break, no Python counter to guard on, and its body runs at every
 # call, so that recomputations are recognised there as in eager mode.
-@torch.library.custom_op("nalora::observe", mutates_args=("sensitivity", "regimes", "tokens"))
+@torch.library.custom_op("nalora::observe", mutates_args=("sensitivity", "outside", "tokens"))
 def _observe(
     z: Tensor,
     u: Tensor | None,
     mask: Tensor | None,
     sensitivity: Tensor,
-    regimes: Tensor,
+    outside: Tensor,
     tokens: Tensor,
     key: int,
 ) -> None:
     observer = _observers.get(key)
     if observer is not None:
-        observer.count(z, u, mask, Sums(sensitivity, regimes, tokens))
-
-
-@torch.library.custom_op("nalora::observe_partial", mutates_args=("sensitivity", "regimes", "tokens"))
-def _observe_partial(
-    partial: Tensor,
-    counts: Tensor,
-    mask: Tensor | None,
-    length: int,
-    sensitivity: Tensor,
-    regimes: Tensor,
-    tokens: Tensor,
-    key: int,
-) -> None:
-    observer = _observers.get(key)
-    if observer is not None:
-        observer.count_partial(partial, counts, mask, length, Sums(sensitivity, regimes, tokens))
+        observer.count(z, u, mask, Sums(sensitivity, outside, tokens))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nalora.statistics.triton_activations import phi_and_derivative
-from nalora.statistics.triton_engine import store_tally
+from nalora.statistics.triton_engine import add_to_part, count_tokens
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def _factor(b_ptr, channels, in_width, RANK: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    z_ptr, u_ptr, h_ptr, mask_ptr, xg_ptr, xu_ptr, bg_ptr, bu_ptr, partial_ptr, counts_ptr,
-    tokens, width, tokens_per_part, lower, upper, limit, up_offset,
+    z_ptr, u_ptr, h_ptr, mask_ptr, xg_ptr, xu_ptr, bg_ptr, bu_ptr, sensitivity_ptr, outside_ptr, tokens_ptr,
+    tokens, width, slots, tokens_per_part, lower, upper, limit, up_offset,
     z_stride, u_stride, x_stride,
     NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
-    UTILITY: tl.constexpr, WITH_MASK: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
+    COUNT: tl.constexpr, UTILITY: tl.constexpr, WITH_MASK: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """h of a part of the tokens and a block of channels, its Σ|φ′| per channel, and how many z lie below and above."""
@@ -62,19 +62,22 @@ def forward_kernel(
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         _put(h_ptr, rows, channels, width, phi * u, here, EVEN)
-        k = tl.abs(derivative)
-        if UTILITY:
-            k = k * tl.abs(u)
-        beyond = tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
-        if WITH_MASK:
-            counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
-            here = counted[:, None] & in_width[None, :]
-        if WITH_MASK or not EVEN:
-            k = tl.where(here, k, 0.0)
-            beyond = tl.where(here, beyond, 0)
-        total += k
-        outside += beyond
-    store_tally(partial_ptr, counts_ptr, total, outside, part, channels, in_width, width)
+        if COUNT:
+            k = tl.abs(derivative) * tl.abs(u) if UTILITY else tl.abs(derivative)
+            # Two counts in one integer: below in the lower half, above in the upper.
+            beyond = tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
+            if WITH_MASK:
+                counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
+                here = counted[:, None] & in_width[None, :]
+            if WITH_MASK or not EVEN:
+                k = tl.where(here, k, 0.0)
+                beyond = tl.where(here, beyond, 0)
+            total += k
+            outside += beyond
+    if COUNT:
+        add_to_part(sensitivity_ptr, outside_ptr, total, outside, part, channels, in_width, width, slots)
+        if tl.program_id(0) == 0:
+            count_tokens(tokens_ptr, mask_ptr, part, first, last, WITH_MASK)
 
 
 @triton.jit

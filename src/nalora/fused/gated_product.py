@@ -15,6 +15,7 @@ from nalora.fused import gated
 from nalora.fused.gated import GateSpec
 from nalora.fused.layers import replace_forward
 from nalora.observer import GateObserver
+from nalora.statistics import Sums
 from nalora.statistics.triton_activations import number_and_limit
 from nalora.statistics.triton_engine import as_bytes
 
@@ -23,24 +24,22 @@ class GatedProduct(torch.autograd.Function):
     """h = φ(z) ⊙ (u + b); only z and u are kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, u: Tensor, spec: GateSpec, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """h, and the statistics' partial sums and counts."""
+    def forward(ctx: Any, z: Tensor, u: Tensor, spec: GateSpec, sums: Sums | None, mask: Tensor | None) -> Tensor:
+        """h; the tokens that `mask` leaves are added to `sums`, where given."""
         ctx.save_for_backward(z, u)
         ctx.spec = spec
         width = z.shape[-1]
-        h, partial, counts = gated.forward(z.reshape(-1, width), u.reshape(-1, width), mask, spec)
-        ctx.mark_non_differentiable(partial, counts)
-        return h.view(z.shape), partial, counts
+        return gated.forward(z.reshape(-1, width), u.reshape(-1, width), spec, None, sums, mask).view(z.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of z and u in one pass."""
         z, u = ctx.saved_tensors
         width = z.shape[-1]
         rows = (each.reshape(-1, width) for each in (dh, z, u))
         grads = gated.backward(*rows, ctx.spec)
-        return grads.z.view(z.shape), grads.u.view(u.shape), None, None
+        return grads.z.view(z.shape), grads.u.view(u.shape), None, None, None
 
 
 def fuse_product(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Callable[[], None] | None:
@@ -54,15 +53,12 @@ def fuse_product(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Ca
 
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not torch.is_grad_enabled():
+        if args or kwargs or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(x, *args, **kwargs)
         with observer.blindfolded():
             z, u = gate(x), up(x)
         mask = as_bytes(observer.token_mask.of(z.shape[:-1]))
-        h, partial, counts = GatedProduct.apply(z, u, spec, mask)
-        if host.training and observer.is_adapted_pass():
-            observer.see_partial(partial, counts, mask, z.numel() // z.shape[-1])
-        y: Tensor = down(h)
-        return y
+        sums = observer.claim(z.device) if host.training and observer.is_adapted_pass() else None
+        return down(GatedProduct.apply(z, u, spec, sums, mask))
 
     return replace_forward(host, forward)

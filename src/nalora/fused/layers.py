@@ -33,7 +33,7 @@ def fuse_linear(layer: nn.Module) -> Callable[[], None] | None:
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = only_adapter(layer)
-        if adapter is None or args or kwargs or not torch.is_grad_enabled():
+        if adapter is None or args or kwargs or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(x, *args, **kwargs)
         a, b, scaling = adapter
         return LoRALinear.apply(x, a, b, layer.base_layer.bias, weight, scaling)
@@ -47,8 +47,8 @@ def fuse_ffn(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Callab
     if known is None or block.up is None or block.fused:
         return None
     layers = (block.gate.module, block.up.module, block.down.module)
-    weights = [frozen_weight(layer) for layer in layers]
-    if None in weights or any(layer.base_layer.bias is not None for layer in layers):
+    frozen = [frozen_weight(layer) for layer in layers]
+    if None in frozen or any(layer.base_layer.bias is not None for layer in layers):
         return None
     spec = GateSpec(*known, *observer.thresholds, block.up_offset, observer.with_up)
     original = host.forward
@@ -56,18 +56,15 @@ def fuse_ffn(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Callab
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapters = [only_adapter(layer) for layer in layers]
-        if None in adapters or args or kwargs or not torch.is_grad_enabled():
+        if None in adapters or args or kwargs or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return original(x, *args, **kwargs)
         (a_gate, b_gate, s_gate), (a_up, b_up, s_up), (a_down, b_down, s_down) = adapters
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
             return original(x, *args, **kwargs)
         mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
-        y, partial, counts = LoRAFFN.apply(
-            x, a_gate, b_gate, a_up, b_up, a_down, b_down, Weights(*weights, s_gate, s_up, s_down), spec, mask
-        )
-        if host.training:
-            observer.see_partial(partial, counts, mask, x.numel() // x.shape[-1])
-        return y
+        sums = observer.claim(x.device) if host.training else None
+        weights = Weights(*frozen, s_gate, s_up, s_down)
+        return LoRAFFN.apply(x, a_gate, b_gate, a_up, b_up, a_down, b_down, weights, spec, sums, mask)
 
     return replace_forward(host, forward)
 

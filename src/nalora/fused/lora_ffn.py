@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from nalora.fused import gated
 from nalora.fused.gated import GateSpec, LowRank
 from nalora.fused.lora_linear import Weight, compute_dtype
+from nalora.statistics import Sums
 
 
 class Weights(NamedTuple):
@@ -43,9 +44,10 @@ class LoRAFFN(torch.autograd.Function):
         b_down: Tensor,
         weights: Weights,
         spec: GateSpec,
+        sums: Sums | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the statistics' partial sums and counts."""
+    ) -> Tensor:
+        """The output; the tokens that `mask` leaves are added to `sums`, where given."""
         dtype = compute_dtype(x)
         rank = a_gate.shape[0]
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -58,7 +60,7 @@ class LoRAFFN(torch.autograd.Function):
             (b_up * weights.up_scaling).to(dtype),
         )
         z, u = rows @ weights.gate(dtype).T, rows @ weights.up(dtype).T
-        h, partial, counts = gated.forward(z, u, mask, spec, low_rank)
+        h = gated.forward(z, u, spec, low_rank, sums, mask)
         a_low, b_low = a_down.to(dtype), (b_down * weights.down_scaling).to(dtype)
         y = h @ weights.down(dtype).T
         h_projected = h @ a_low.T
@@ -66,12 +68,11 @@ class LoRAFFN(torch.autograd.Function):
         ctx.save_for_backward(rows, z, u, projected, h_projected, a_both, *low_rank[2:], a_low, b_low)
         ctx.weights, ctx.spec, ctx.shape = weights, spec, x.shape
         ctx.dtypes = x.dtype, [each.dtype for each in (a_gate, b_gate, a_up, b_up, a_down, b_down)]
-        ctx.mark_non_differentiable(partial, counts)
-        return y.view(x.shape), partial, counts
+        return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Down, then the gate's product, then gate and up; dx gathers both paths in one buffer."""
         rows, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
         weights, dtype, rank = ctx.weights, rows.dtype, b_gate.shape[1]
@@ -81,8 +82,7 @@ class LoRAFFN(torch.autograd.Function):
         db_down = dy.T @ h_projected
         dh = dy @ weights.down(dtype)
         low_rank = LowRank(projected[:, :rank], projected[:, rank:], b_gate, b_up)
-        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down))
-        del dh
+        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down), overwrite=True)
         through = torch.cat([dz @ b_gate, du @ b_up], dim=1)
         da_both = through.T @ rows
         dx = None
@@ -101,4 +101,4 @@ class LoRAFFN(torch.autograd.Function):
             db_down.float() * weights.down_scaling,
         )
         grads = (None if f is None else f.to(d) for f, d in zip(factors, factor_dtypes, strict=True))
-        return dx, *grads, None, None, None
+        return dx, *grads, None, None, None, None

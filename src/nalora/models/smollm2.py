@@ -6,7 +6,9 @@ weights *dequantised*: a plain dense Llama, but not the released bf16 weights, s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
@@ -81,6 +83,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     # Without this setting the weights stay in 4-bit blocks wherever a kernel for them is installed: not trainable.
     dense = GgufConfig(dequantize=True)
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dense, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers draws this progress bar past its own switch
+        model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dense, dtype=torch.float32)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

@@ -68,18 +68,15 @@ def _accumulate_part(
         u = u.to(dtype).abs()
         # Whatever a pad token carries, NaN included, must not reach the product.
         sensitivity = sensitivity * (u if token_mask is None else torch.where(token_mask[:, None], u, 0))
-    regimes = equations.regime_counts(z, *thresholds)
+    below, above = z < thresholds[0], z > thresholds[1]
     if token_mask is None:
-        sums.sensitivity.add_(sensitivity.sum(0))
-        sums.tokens.add_(z.shape[0])
+        sums.sensitivity[0].add_(sensitivity.sum(0))
+        sums.tokens[0].add_(z.shape[0])
     else:
-        sums.sensitivity.add_(token_mask.to(dtype) @ sensitivity)
-        counted = token_mask.sum()
-        sums.tokens.add_(counted)
-        # Masked tokens were set to z = 0: take them out of the regime that holds 0.
-        zero = equations.regime_counts(z.new_zeros(1), *thresholds)
-        regimes = regimes - zero * (z.shape[0] - counted) * z.shape[1]
-    sums.regimes.add_(regimes)
+        sums.sensitivity[0].add_(token_mask.to(dtype) @ sensitivity)
+        sums.tokens[0].add_(token_mask.sum())
+        below, above = below & token_mask[:, None], above & token_mask[:, None]
+    sums.outside[0, 0].add_(torch.stack([below.sum(), above.sum()]))
     if z.numel():
         low, high = torch.aminmax(z)
-        sums.sensitivity.add_((high - high) + (low - low))
+        sums.sensitivity[0].add_((high - high) + (low - low))
