@@ -36,8 +36,7 @@ clean:  ## remove the environment and every cache
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps: touched once the environment holds that extra, older than the files that say what belongs in it.
-# dev contains demo.
+# The stamps say which extra the environment holds; a change of what belongs in it makes them stale. dev holds demo.
 .venv/demo.stamp .venv/dev.stamp: .venv/%.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch

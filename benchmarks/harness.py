@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import platform
 import subprocess
 import time
@@ -65,27 +66,21 @@ def quantiles(samples: list[float]) -> dict[str, float]:
     return {"p20": round(p20, 5), "p50": round(p50, 5), "p80": round(p80, 5), "samples": len(samples)}
 
 
-class Clock:
-    """Milliseconds on the device between start and stop; on a CPU those of the wall."""
-
-    def __init__(self) -> None:
-        self.gpu = torch.cuda.is_available()
-
-    def __enter__(self) -> Clock:
-        if self.gpu:
-            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.begin.record()
-        else:
-            self.begin_s = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.gpu:
-            self.end.record()
-            self.end.synchronize()
-            self.ms = self.begin.elapsed_time(self.end)
-        else:
-            self.ms = 1000 * (time.perf_counter() - self.begin_s)
+def time_steps(step: Callable[[], None], count: int) -> list[float]:
+    """Milliseconds of each of `count` steps run back to back, as training runs them: no waiting in between."""
+    if not torch.cuda.is_available():
+        moments = [time.perf_counter()]
+        for _ in range(count):
+            step()
+            moments.append(time.perf_counter())
+        return [1000 * (after - before) for before, after in itertools.pairwise(moments)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
 
 Variant = Callable[[], AbstractContextManager[Callable[[], None]]]
@@ -101,12 +96,8 @@ def interleave(variants: dict[str, Variant], rounds: int, steps: int, warmup: in
                 for _ in range(warmup if turn else 2 * warmup):
                     step()
                 if torch.cuda.is_available():
-                    torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
-                for _ in range(steps):
-                    with Clock() as clock:
-                        step()
-                    samples[name].append(clock.ms)
+                samples[name] += time_steps(step, steps)
                 if torch.cuda.is_available():
                     peaks[name] = torch.cuda.max_memory_allocated() / 2**30
     return {name: quantiles(each) | {"peak_gib": round(peaks.get(name, 0.0), 3)} for name, each in samples.items()}

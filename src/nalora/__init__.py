@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nalora import activations
-from nalora.config import NALoRAConfig, ProjectionScale
-from nalora.controller import NALoRAController, attach
-from nalora.errors import NALoRAError
-
 if TYPE_CHECKING:
+    from nalora import activations
+    from nalora.config import NALoRAConfig, ProjectionScale
+    from nalora.controller import NALoRAController, attach
+    from nalora.errors import NALoRAError
     from nalora.integrations.trainer import attach_trainer
 
 __version__ = "0.1.0"
@@ -25,10 +25,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # transformers is needed only by those who use its Trainer.
-    if name == "attach_trainer":
-        from nalora.integrations.trainer import attach_trainer
+# Loaded on first use: torch and peft take five seconds, which `nalora --version` need not wait for.
+_HOMES = {
+    "NALoRAConfig": "config",
+    "ProjectionScale": "config",
+    "NALoRAController": "controller",
+    "attach": "controller",
+    "NALoRAError": "errors",
+    "attach_trainer": "integrations.trainer",
+}
 
-        return attach_trainer
+
+def __getattr__(name: str) -> Any:
+    if name == "activations":
+        return import_module("nalora.activations")
+    if name in _HOMES:
+        return getattr(import_module(f"nalora.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'nalora' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from nalora.decision import Decision
+from nalora.decision import BlockGroup, Decision
 from nalora.plan import BlockPlan
 
 
@@ -38,35 +38,48 @@ def controlled_parameters(plan: BlockPlan) -> list[nn.Parameter]:
     return [p for pair in pairs for p in pair if p.requires_grad]
 
 
-def factors(plan: BlockPlan, decision: Decision, index: int, preserve_mean: bool) -> list[Factor]:
-    """What the decision means for the parameters of block `index` (eq. mask_apply_main and lora_only_scale)."""
-    block = plan.block
-    gate_scale, up_scale, down_scale = decision.scales[index].unbind()
-    mask = decision.mask[index]
+class BlockFactors(NamedTuple):
+    """The factors of one block: rows of the gate's B, and one number each for what else is scaled."""
+
+    gate_rows: Tensor  # [width], mask × step scale, as far as each acts
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    fused_a: Tensor  # mean of gate and up, for an A that both share
+
+
+@torch.no_grad()
+def factors_of_group(group: BlockGroup, decision: Decision, preserve_mean: bool) -> list[BlockFactors]:
+    """The factors of all blocks of a group, computed together (eq. mask_apply_main and lora_only_scale)."""
+    channels = decision.mask
     if preserve_mean:
-        mask = mask / mask.mean()
+        channels = channels / channels.mean(-1, keepdim=True)
+    gate, up, down = decision.scales.unbind(1)
+    rows = channels if group.mask_acts else torch.ones_like(channels)
+    if group.scaling_acts:
+        rows = rows * gate[:, None]
+    columns = (rows, gate, up, down, (gate + up) / 2)
+    return [BlockFactors(*each) for each in zip(*(column.unbind() for column in columns), strict=True)]
 
-    gate_rows = mask if plan.mask else None
-    if plan.scaling:
-        gate_rows = gate_scale if gate_rows is None else gate_rows * gate_scale
 
+def factors(plan: BlockPlan, values: BlockFactors) -> list[Factor]:
+    """What a block's factors mean for the parameters of its active adapters."""
+    block = plan.block
     result: list[Factor] = []
     for a, b in lora_parameters(block.gate.module):
         if block.fused and block.up is not None:
-            rows = torch.ones(b.shape[0], dtype=mask.dtype, device=mask.device)
-            if gate_rows is not None:
-                rows[block.gate.rows] = gate_rows
+            rows = torch.ones(b.shape[0], dtype=values.gate.dtype, device=values.gate.device)
+            rows[block.gate.rows] = values.gate_rows
             if plan.scaling:
-                rows[block.up.rows] = up_scale
-                result.append(Factor(a, (gate_scale + up_scale) / 2))
+                rows[block.up.rows] = values.up
+                result.append(Factor(a, values.fused_a))
             result.append(Factor(b, rows[:, None]))
         else:
             if plan.scaling:
-                result.append(Factor(a, gate_scale))
-            if gate_rows is not None:
-                result.append(Factor(b, gate_rows[:, None] if gate_rows.ndim else gate_rows))
+                result.append(Factor(a, values.gate))
+            result.append(Factor(b, values.gate_rows[:, None]))
     if plan.scaling:
-        for scale, projection in ((up_scale, block.up), (down_scale, block.down)):
+        for scale, projection in ((values.up, block.up), (values.down, block.down)):
             if projection is not None and projection.module is not block.gate.module:
                 result += [Factor(p, scale) for pair in lora_parameters(projection.module) for p in pair]
     return [each for each in result if each.parameter.requires_grad]
@@ -75,9 +88,10 @@ def factors(plan: BlockPlan, decision: Decision, index: int, preserve_mean: bool
 @torch.no_grad()
 def multiply_gradients(control: list[Factor]) -> None:
     """∇θ ← f ⊙ ∇θ, in the gradient's own memory."""
-    for parameter, factor in control:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    pairs = [(parameter.grad, factor) for parameter, factor in control if parameter.grad is not None]
+    if pairs:
+        gradients, multipliers = zip(*pairs, strict=True)
+        torch._foreach_mul_(gradients, multipliers)
 
 
 @torch.no_grad()

@@ -17,7 +17,9 @@ from nalora import checkpoint, refusals
 from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import (
+    Factor,
     factors,
+    factors_of_group,
     lora_parameters,
     multiply_gradients,
     multiply_updates,
@@ -146,13 +148,14 @@ class NALoRAController:
         self.apply()
         return nn.utils.clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
-    def _factors(self) -> list[Any]:
-        decisions = dict(zip(map(id, self._groups), self._decisions or (), strict=True))
-        result = []
-        for plan in self.plan.blocks:
-            if plan.mask or plan.scaling:
-                group, index = self._places[plan.block.name]
-                result += factors(plan, decisions[id(group)], index, self.config.preserve_mean)
+    def _factors(self) -> list[Factor]:
+        result: list[Factor] = []
+        plans = {plan.block.name: plan for plan in self.plan.blocks}
+        for group, decision in zip(self._groups, self._decisions or (), strict=True):
+            if group.mask_acts or group.scaling_acts:
+                values = factors_of_group(group, decision, self.config.preserve_mean)
+                for name, each in zip(group.names, values, strict=True):
+                    result += factors(plans[name], each)
         return result
 
     # ---- around the optimizer ------------------------------------------------------------------------------------
@@ -283,10 +286,11 @@ class NALoRAController:
 
 def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
     """Stack the blocks that can be decided together; where each one went."""
-    kinds: dict[tuple[int, torch.dtype, torch.device], list[str]] = {}
+    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
     for plan in blocks:
         device, dtype = plan.block.statistics_kind
-        kinds.setdefault((plan.block.width, dtype, device), []).append(plan.block.name)
+        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
+        kinds.setdefault(kind, []).append(plan.block.name)
     groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
     return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
 

@@ -24,14 +24,23 @@ class Decision(NamedTuple):
 
 
 class BlockGroup:
-    """The stacked statistics and state of the blocks that share a width, a dtype and a device.
+    """The stacked statistics and state of the blocks that share a width, a dtype, a device and what acts on them.
 
     The exponential averages live in `mask` and `scales`. Everything stays on the device: invalid blocks are kept by
     `torch.where`, never by asking the host.
     """
 
-    def __init__(self, names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mask_acts: bool = True,
+        scaling_acts: bool = True,
+    ) -> None:
         self.names, self.width = names, width
+        self.mask_acts, self.scaling_acts = mask_acts, scaling_acts
         n = len(names)
         self.stacked = Sums.zeros(n, width, dtype, device)
         self.mask = torch.ones(n, width, dtype=dtype, device=device)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,7 @@ def inspect_model(
         base = lora.base_model_name_or_path
     skeleton = _build(base)
     wrapped = _wrap(skeleton, lora, model)
-    with _one_thread():
-        found = find_blocks(wrapped)
+    found = find_blocks(wrapped)
     return Inspection(
         architecture=type(skeleton).__name__,
         rank=lora.r,
@@ -176,14 +174,3 @@ def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
 
 def _first_sentence(error: Exception) -> str:
     return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Finding blocks is thousands of tiny operations: 1 s on one thread, up to 39 s on two that others use too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

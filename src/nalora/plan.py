@@ -61,7 +61,7 @@ class Plan:
                 parts,
                 block.activation.name,
                 str(block.width),
-                f"{lower:+.3f} … {upper:+.3f}",
+                f"{lower:+.3f} … {upper:+.3f}" if lower < upper else "–",
                 "on" if each.mask else f"off: {each.mask_off}",
                 "on" if each.scaling else f"off: {each.scaling_off}",
             )
@@ -136,11 +136,12 @@ def _nothing_to_control(plan: Plan) -> NALoRAError:
             name,
             found=f"only adapters that cannot be controlled ({reason}), beside {len(plan.others)} others",
             expected="at least one FFN with linear gate or down projections",
-            fix="adapt dense or shared-expert FFN layers, or train this model with plain LoRA",
+            fix="adapt dense or shared-expert FFN layers by their full names (PEFT turns short names into expert"
+            " parameters), or train this model with plain LoRA",
         )
     kinds = ", ".join(dict.fromkeys(_tail(name) for name in plan.others))
     return NALoRAError(
-        "attach",
+        "target_modules",
         found=f"LoRA adapters on {kinds} alone, none of them in an FFN (Linear → activation → Linear)",
         expected="an adapter on an FFN projection, the gate above all",
         fix='add the FFN projections to target_modules, or use target_modules="all-linear"; if a fused kernel'

@@ -60,7 +60,7 @@ def forward(
     """h for z and u of shape [tokens, width]; the tokens that `mask` leaves are added to `sums`, where given."""
     tokens, width = z.shape
     tile = _FORWARD_LOW_RANK if low_rank else _FORWARD
-    parts = sums.tokens.shape[0] if sums else triton.cdiv(_PROGRAMS, triton.cdiv(width, tile.channels))
+    parts = sums.tokens.shape[0] if sums else _parts(tokens, width, tile)
     h = torch.empty(tokens, width, dtype=z.dtype, device=z.device)
     rank = low_rank.b_gate.shape[1] if low_rank else 0
     forward_kernel[triton.cdiv(width, tile.channels), parts](
@@ -108,7 +108,7 @@ def backward(
     """
     tokens, width = z.shape
     tile = _BACKWARD_LOW_RANK if low_rank else _BACKWARD
-    parts = triton.cdiv(_PROGRAMS, triton.cdiv(width, tile.channels))
+    parts = _parts(tokens, width, tile)
     dz, du = dh if overwrite else torch.empty_like(z), torch.empty_like(u)
     e, a_down = down or (None, None)
     rank = low_rank.b_gate.shape[1] if low_rank else 0
@@ -127,6 +127,11 @@ def backward(
     )  # fmt: skip
     d_gate, d_up, d_down = (None if each is None else each.sum(0) for each in factors)
     return Gradients(dz, du, None if d_gate is None else d_gate.T, None if d_up is None else d_up.T, d_down)
+
+
+def _parts(tokens: int, width: int, tile: Tile) -> int:
+    """Enough parts of the tokens to fill a large GPU, none without a tile of its own."""
+    return min(triton.cdiv(_PROGRAMS, triton.cdiv(width, tile.channels)), triton.cdiv(tokens, tile.tokens))
 
 
 def _padded(rank: int) -> int:

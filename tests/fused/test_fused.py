@@ -1,0 +1,164 @@
+"""Fused layers compute what PEFT's do: values, gradients, statistics, and they leave without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch.optim import AdamW
+
+import nalora
+from nalora import NALoRAConfig, activations
+
+gated = pytest.importorskip("nalora.fused.gated")
+from nalora.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
+from nalora.fused.lora_linear import LoRALinear  # noqa: E402
+from nalora.statistics.triton_activations import number_and_limit  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = pytest.mark.parametrize("kernels", ["fused-activation", "fused"])
+
+
+def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("activation", activations.KNOWN, ids=lambda a: a.name)
+@pytest.mark.parametrize(("tokens", "width", "up_offset"), [(5, 7, 0.0), (37, 130, 1.0), (16, 64, 0.0)])
+def test_gated_product_and_its_gradients(activation, tokens, width, up_offset):
+    z, u, dh = (torch.randn(tokens, width, device=DEVICE) for _ in range(3))
+    spec = gated.GateSpec(*number_and_limit(activation), -1.0, 1.0, up_offset, False)
+    exact_z, exact_u = (each.double().requires_grad_() for each in (z, u))
+    h = activation.phi(exact_z) * (exact_u + up_offset)
+    h.backward(dh.double())
+    grads = gated.backward(dh, z, u, spec)
+    assert relative(gated.forward(z, u, spec), h) < 1e-6
+    assert relative(grads.z, exact_z.grad) < 2e-6
+    assert relative(grads.u, exact_u.grad) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 4, 20])
+@pytest.mark.parametrize(("tokens", "size", "width"), [(13, 24, 40), (32, 64, 64)])
+def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
+    shapes = [(rank, size), (width, rank), (rank, size), (width, rank), (rank, width), (size, rank)]
+    factors = [torch.randn(shape, device=DEVICE) / 3 for shape in shapes]
+    w_gate, w_up = (torch.randn(width, size, device=DEVICE) / 5 for _ in range(2))
+    w_down = torch.randn(size, width, device=DEVICE) / 5
+    x, dy = torch.randn(2, tokens, size, device=DEVICE), torch.randn(2, tokens, size, device=DEVICE)
+    inputs = [each.clone().requires_grad_() for each in (x, *factors)]
+    exact = [each.double().requires_grad_() for each in (x, *factors)]
+
+    def ffn(x, a_gate, b_gate, a_up, b_up, a_down, b_down):
+        z = x @ w_gate.double().T + 2.0 * (x @ a_gate.T) @ b_gate.T
+        u = x @ w_up.double().T + 0.5 * (x @ a_up.T) @ b_up.T
+        h = torch.nn.functional.silu(z) * u
+        return h @ w_down.double().T + 1.5 * (h @ a_down.T) @ b_down.T
+
+    weights = Weights(w_gate.to, w_up.to, w_down.to, 2.0, 0.5, 1.5)
+    spec = gated.GateSpec(0, float("inf"), -1.0, 1.0, 0.0, False)
+    y = LoRAFFN.apply(*inputs, weights, spec, None, None)
+    y.backward(dy)
+    expected = ffn(*exact)
+    expected.backward(dy.double())
+    assert relative(y, expected) < 1e-5
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert relative(ours.grad, theirs.grad) < 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_linear_passes_gradcheck(bias):
+    x, a, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (2, 5), (7, 2)))
+    weight, offset = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, dtype=torch.float64) if bias else None
+    assert torch.autograd.gradcheck(lambda x, a, b: LoRALinear.apply(x, a, b, offset, weight.to, 1.7), (x, a, b))
+    expected = x @ weight.T + 1.7 * (x @ a.T) @ b.T + (offset if bias else 0)
+    torch.testing.assert_close(LoRALinear.apply(x, a, b, offset, weight.to, 1.7), expected)
+
+
+def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="derivative", steps=4, model=None):
+    model = (model or tiny.llama(dtype)).to(DEVICE)
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    optimizer = AdamW(tiny.trainable(model), lr=3e-3)
+    controller = nalora.attach(model, optimizer, NALoRAConfig(importance=importance), kernels=kernels)
+    mask = torch.ones(4, 12, dtype=torch.long, device=DEVICE)
+    mask[1, 7:] = 0
+    losses, counted = [], []
+    for step in range(steps):
+        for half in range(2):
+            loss = tiny.sum_loss(model, tiny.tokens(seed=2 * step + half).to(DEVICE), mask)
+            loss.backward()
+            losses.append(loss.item())
+        counted.append(controller._groups[0].tokens.tolist())
+        controller.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = controller.metrics()
+    controller.detach()
+    return tiny.adapter_state(model), losses, counted, metrics
+
+
+@KERNELS
+@pytest.mark.parametrize("importance", ["derivative", "utility"])
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_training_is_that_of_pefts_layers(kernels, importance, checkpointing):
+    plain = train("off", importance=importance)
+    fused = train(kernels, importance=importance, checkpointing=checkpointing)
+    assert tiny.largest_difference(plain[0], fused[0]) < 2e-5
+    assert plain[1] == pytest.approx(fused[1], rel=1e-5)
+    assert plain[2] == fused[2] == [[86, 86]] * 4
+    assert plain[3] == pytest.approx(fused[3], abs=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter multiplies bf16 as integers")
+@KERNELS
+def test_bf16_stays_within_rounding(kernels):
+    plain, fused = train("off", dtype=torch.bfloat16, steps=3), train(kernels, dtype=torch.bfloat16, steps=3)
+    assert plain[1] == pytest.approx(fused[1], rel=2e-2)
+    assert plain[2] == fused[2]
+
+
+@KERNELS
+def test_detach_gives_the_model_its_own_layers_back(kernels):
+    model = tiny.llama(torch.float32).to(DEVICE)
+    optimizer = AdamW(tiny.trainable(model))
+    controller = nalora.attach(model, optimizer, kernels=kernels)
+    fused = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert len(fused) == (2 if kernels == "fused-activation" else 2 + 8)
+    controller.detach()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@KERNELS
+def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way(kernels):
+    """Evaluation, disabled and merged adapters, dropout and DoRA give exactly PEFT's numbers."""
+    ids = tiny.tokens().to(DEVICE)
+    for extra in ({}, {"use_dora": True}, {"lora_dropout": 0.5}):
+        model = tiny.llama(torch.float32, **extra).to(DEVICE)
+
+        def outputs(model=model, extra=extra):
+            torch.manual_seed(3)
+            results = [model.train()(input_ids=ids).logits] if extra else []
+            with torch.no_grad():
+                results.append(model.eval()(input_ids=ids).logits)
+            with model.disable_adapter():
+                results.append(model.train()(input_ids=ids).logits)
+            return results
+
+        before = outputs()
+        controller = nalora.attach(model.train(), AdamW(tiny.trainable(model)), kernels=kernels)
+        for ours, theirs in zip(outputs(), before, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        controller.detach()
+
+
+def test_partial_adapters_and_plain_ffns_are_left_to_peft():
+    from test_blocks import architecture
+
+    for model in (tiny.llama(torch.float32, target_modules=["gate_proj"]), tiny.with_lora(architecture("OPT"))):
+        model = model.to(DEVICE)
+        controller = nalora.attach(model, AdamW(tiny.trainable(model)), kernels="fused")
+        logits = model(input_ids=tiny.tokens().to(DEVICE)).logits
+        logits.sum().backward()
+        assert controller._groups[0].tokens.tolist() == [48, 48]
+        controller.detach()
