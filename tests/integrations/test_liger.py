@@ -65,8 +65,8 @@ def attached_after_patching(device: str) -> None:
         controller = nalora.attach(model, optimizer, nalora.NALoRAConfig(importance=importance))
         mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3], device=device)
         tiny.sum_loss(model, tiny.tokens(2, 7).to(device), mask).backward()
-        group = controller._groups[0]
-        sums = group.tokens.tolist(), group.regimes.clone(), group.sensitivity.clone()
+        sensitivity, regimes, tokens = controller._groups[0].stacked.totals()
+        sums = tokens.tolist(), regimes, sensitivity
         optimizer.step()
         return str(controller.plan), sums, tiny.adapter_state(model)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nalora.fused.gated_kernels import backward_kernel, forward_kernel
 from nalora.statistics.sums import Sums
-from nalora.statistics.triton_engine import is_even, tokens_per_part
+from nalora.statistics.triton_engine import is_even, may_approximate, tokens_per_part
 
 _PROGRAMS = 2048
 
@@ -68,7 +68,7 @@ def forward(
         tokens, width, sums.outside.shape[1] if sums else 0, tokens_per_part(tokens, parts, tile.tokens),
         spec.lower, spec.upper, spec.limit, spec.up_offset,
         z.stride(0), u.stride(0), low_rank.x_gate.stride(0) if low_rank else 0,
-        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=z.is_cuda,
+        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         COUNT=sums is not None, UTILITY=spec.utility, WITH_MASK=mask is not None, RANK=rank, R=_padded(rank),
         BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, num_warps=tile.warps,
@@ -120,7 +120,7 @@ def backward(
         dh, z, u, dz, du, x_gate, x_up, e, b_gate, b_up, a_down, *factors,
         tokens, width, tokens_per_part(tokens, parts, tile.tokens), spec.limit, spec.up_offset,
         z.stride(0), u.stride(0), x_gate.stride(0) if x_gate is not None else 0, dh.stride(0),
-        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=z.is_cuda,
+        NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         RANK=rank, R=_padded(rank),
         BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, num_warps=tile.warps,

@@ -104,7 +104,7 @@ def accumulate(
         z, u, mask, *sums,
         tokens, width, sums.outside.shape[1], tokens_per_part(tokens, parts, _BLOCK_TOKENS), *thresholds, limit,
         *z.stride(), *(u.stride() if u is not None else (0, 0)),
-        NUMBER=number, LIMITED=limit != float("inf"), FAST=z.is_cuda,
+        NUMBER=number, LIMITED=limit != float("inf"), FAST=may_approximate(z),
         EVEN=mask is None and is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
         WITH_U=u is not None, WITH_MASK=mask is not None,
         BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, num_warps=_WARPS,
@@ -119,6 +119,11 @@ def tokens_per_part(tokens: int, parts: int, block_tokens: int) -> int:
 def as_bytes(token_mask: Tensor | None) -> Tensor | None:
     """A boolean mask as the flat bytes that kernels read."""
     return None if token_mask is None else token_mask.reshape(-1).contiguous().view(torch.uint8)
+
+
+def may_approximate(z: Tensor) -> bool:
+    """Whether the hardware's reciprocal is good enough: for half-precision z it is, and only a GPU has it."""
+    return z.is_cuda and z.dtype != torch.float32
 
 
 def is_even(tokens: int, width: int, block_tokens: int, block_channels: int) -> bool:
