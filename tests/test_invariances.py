@@ -343,6 +343,33 @@ def test_compile_is_one_graph_without_recompiles_and_counts_once(apply_to, impor
     assert tiny.largest_difference(plain_compiled, compiled) > 1e-3
 
 
+def test_compile_with_dynamic_shapes_needs_no_more_graphs_than_plain_lora():
+    def train(controlled):
+        torch._dynamo.reset()
+        model = tiny.llama(torch.float32)
+        optimizer = AdamW(tiny.trainable(model), lr=3e-3)
+        controller = nalora.attach(model, optimizer) if controlled else None
+        graphs, counted = [], []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+        forward = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+        for length in (12, 9, 15, 11):
+            tiny.sum_loss(forward, tiny.tokens(4, length), torch.ones(4, length, dtype=torch.long)).backward()
+            if controller is not None:
+                counted.append(controller._groups[0].tokens.tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(graphs), counted
+
+    plain, _ = train(controlled=False)
+    ours, counted = train(controlled=True)
+    assert ours <= plain
+    assert counted == [[48, 48], [36, 36], [60, 60], [44, 44]]
+
+
 def test_compile_with_inductor_counts_what_eager_counts():
     def counts(compile_model):
         torch._dynamo.reset()

@@ -262,7 +262,7 @@ def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn
     """A shallow copy of the module tree in evaluation mode, without hooks, with stand-ins for linear layers."""
     if module in stand_ins:
         return stand_ins[module]
-    copy = type(module).__new__(type(module))
+    copy: nn.Module = object.__new__(type(module))  # FSDP2 gives its classes a __new__ of their own
     copy.__dict__ = dict(module.__dict__)
     for key, value in module.__dict__.items():
         if key.endswith("_hooks") and isinstance(value, dict):
