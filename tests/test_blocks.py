@@ -203,6 +203,23 @@ def test_a_sequential_ffn_is_found():
     assert (block.activation.name, block.width, block.up) == ("mish", 20, None)
 
 
+def test_two_ffns_in_one_module_have_names_of_their_own():
+    class Parallel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a_in, self.a_out, self.b_in, self.b_out = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            return self.a_out(nn.functional.silu(self.a_in(x))) + self.b_out(nn.functional.gelu(self.b_in(x)))
+
+    model = tiny.with_lora(nn.Sequential(Parallel()))
+    controller = nalora.attach(model, torch.optim.SGD(tiny.trainable(model), lr=0.1))
+    names = [each.block.name.rpartition(".")[2] for each in controller.plan.blocks]
+    assert names == ["a_in", "b_in"]
+    model(torch.randn(3, 4, 8)).sum().backward()
+    assert [group.tokens.tolist() for group in controller._groups] == [[12], [12]]
+
+
 def plan(model, **settings):
     return make_plan(find_blocks(model), NALoRAConfig(**settings))
 

@@ -10,6 +10,8 @@ renamed and never-seen FFNs are all found the same way, on the meta device too, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -118,6 +120,8 @@ def _find_blocks(model: nn.Module) -> Discovery:
     ]
     order = {module: position for position, module in enumerate(names)}
     blocks.sort(key=lambda block: order[block.gate.module])
+    shared = {name for name, count in Counter(block.name for block in blocks).items() if count > 1}
+    blocks = [dataclasses.replace(b, name=b.gate.name) if b.name in shared else b for b in blocks]
     others = tuple(names[a] for a in adapters if a not in claimed and names[a] not in refused)
     return Discovery(tuple(blocks), refused, others)
 

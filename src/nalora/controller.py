@@ -52,7 +52,9 @@ def attach(
         model: any model with PEFT LoRA layers.
         optimizer: the torch optimizer that steps them; Accelerate's wrapper is looked through.
         config: the settings; the paper's by default.
-        kernels: how statistics are computed; ``"auto"`` and ``"off"`` leave the model's arithmetic alone.
+        kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` takes the reference; both leave the model's
+            arithmetic alone. ``"fused"`` also computes FFNs and LoRA layers as single functions on a GPU,
+            ``"fused-activation"`` only the product φ(z) ⊙ u.
 
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
@@ -75,6 +77,8 @@ class NALoRAController:
         refusals.if_kernels_are_unknown(kernels)
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
         refusals.if_watched_or_sharded(self.plan)
+        if fused := kernels.startswith("fused"):
+            refusals.if_kernels_cannot_run(self.plan)
 
         self._groups, self._places = _group(self.plan.blocks)
         self._optimizer: Optimizer | None = None
@@ -88,7 +92,7 @@ class NALoRAController:
         self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
         self._watched_gradients: set[nn.Parameter] = set()
         self._watch_gradients()
-        if kernels.startswith("fused"):
+        if fused:
             from nalora.fused.install import fuse
 
             self._undo += fuse(self.model, self.plan, self._observers, adapters=kernels == "fused")

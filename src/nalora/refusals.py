@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,19 @@ def if_kernels_are_unknown(kernels: str) -> None:
         )
     if kernels.startswith("fused") and importlib.util.find_spec("triton") is None:
         raise NALoRAError("kernels", found="no Triton", expected="Triton for kernels='fused'", fix="pip install triton")
+
+
+def if_kernels_cannot_run(plan: Plan) -> None:
+    """Refuse fused layers for a model that is not on a GPU."""
+    for each in plan.blocks:
+        device, _ = each.block.statistics_kind
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise NALoRAError(
+                each.block.name,
+                found=f"a block on {device} with kernels='fused'",
+                expected="a CUDA device for Triton's kernels",
+                fix="move the model to the GPU first, or use kernels='auto'",
+            )
 
 
 def if_watched_or_sharded(plan: Plan) -> None:

@@ -152,6 +152,15 @@ def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way(kernels)
         controller.detach()
 
 
+@KERNELS
+def test_a_model_that_is_not_on_a_gpu_is_refused(kernels, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = tiny.llama(torch.float32)
+    with pytest.raises(nalora.NALoRAError, match="a CUDA device for Triton"):
+        nalora.attach(model, AdamW(tiny.trainable(model)), kernels=kernels)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_partial_adapters_and_plain_ffns_are_left_to_peft():
     from test_blocks import architecture
 
