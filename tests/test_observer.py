@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
+from nalora.statistics import reference
 
 
 def attached(model=None, optimizer=None, **settings):
@@ -303,7 +304,7 @@ def test_adamw_gradient_space_keeps_a_finite_state_over_many_steps():
     assert 0 < metrics["mask_mean"] < 1
 
 
-def test_observing_deciding_and_applying_never_wait_for_the_device():
+def test_observing_deciding_and_applying_never_wait_for_the_device(monkeypatch):
     """No value travels to the host: neither .item() nor a data-dependent shape, in either space."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -318,6 +319,7 @@ def test_observing_deciding_and_applying_never_wait_for_the_device():
             assert func not in waiting, func
             return func(*args, **(kwargs or {}))
 
+    monkeypatch.setattr(reference, "_on_host", lambda z: False)
     for apply_to in ("gradient", "update"):
         for importance in ("derivative", "utility"):
             settings = dict(apply_to=apply_to, importance=importance, preserve_mean=True)
