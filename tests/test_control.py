@@ -156,7 +156,7 @@ def test_switching_the_adapter_during_training_moves_the_control_along():
 def test_low_precision_parameters_are_moved_in_float32():
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     old = torch.tensor([0.5, 1.0], dtype=torch.bfloat16)
-    multiply_updates([Factor(parameter, torch.tensor(0.5))], [old])
+    multiply_updates([(Factor(parameter, torch.tensor(0.5)), old)])
     assert parameter.tolist() == [0.75, 1.5]
     parameter.grad = torch.tensor([2.0, 4.0], dtype=torch.bfloat16)
     multiply_gradients([Factor(parameter, torch.tensor([0.5, 0.25]))])
@@ -166,5 +166,5 @@ def test_low_precision_parameters_are_moved_in_float32():
 def test_a_factor_of_one_is_exact():
     new, old = torch.randn(1000), torch.randn(1000)
     parameter = torch.nn.Parameter(new.clone())
-    multiply_updates([Factor(parameter, torch.ones(1000))], [old])
+    multiply_updates([(Factor(parameter, torch.ones(1000)), old)])
     assert torch.equal(parameter.detach(), new)

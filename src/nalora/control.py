@@ -95,9 +95,9 @@ def multiply_gradients(control: list[Factor]) -> None:
 
 
 @torch.no_grad()
-def multiply_updates(control: list[Factor], before: list[Tensor]) -> None:
-    """θ ← θ_old + f ⊙ (θ_new − θ_old), in at least float32; exact where f = 1."""
-    for (parameter, factor), old in zip(control, before, strict=True):
+def multiply_updates(control: list[tuple[Factor, Tensor]]) -> None:
+    """θ ← θ_old + f ⊙ (θ_new − θ_old) for each factor and its θ_old, in at least float32; exact where f = 1."""
+    for (parameter, factor), old in control:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         scaled = torch.lerp(old.to(dtype), parameter.to(dtype), factor.to(dtype))
         parameter.copy_(scaled)

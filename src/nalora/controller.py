@@ -85,7 +85,7 @@ class NALoRAController:
         self._let_go_of_optimizer: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
-        self._before: list[Tensor] | None = None
+        self._before: list[tuple[Factor, Tensor]] | None = None
 
         masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
@@ -211,13 +211,13 @@ class NALoRAController:
     def _enter_step(self) -> None:
         self.apply()
         if self.config.apply_to == "update":
-            self._before = [each.parameter.detach().clone() for each in self._factors()]
+            self._before = [(each, each.parameter.detach().clone()) for each in self._factors()]
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._decisions is None:
             return
         if self._before is not None:
-            multiply_updates(self._factors(), self._before)
+            multiply_updates(self._before)
         # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         happened = None if found_inf is None else found_inf == 0

@@ -1,4 +1,4 @@
-"""Follow a method of somebody else's object without subclassing it."""
+"""Follow somebody else's object without subclassing it, and leave its copies alone."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def follow(
             delattr(owner, method)
 
     return put_back
+
+
+def dead_hook() -> Callable[..., None]:
+    """What a deep copy or a pickle of a model carries in place of a live hook."""
+    return _ignore
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing."""

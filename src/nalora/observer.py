@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nalora.blocks import FFNBlock
 from nalora.errors import NALoRAError
+from nalora.following import dead_hook
 from nalora.statistics import Accumulate, Sums
 from nalora.tokens import TokenMask
 
@@ -156,15 +157,7 @@ class _Hook:
             self.observer.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _dead_hook, ()
-
-
-def _dead_hook() -> Any:
-    return _ignore
-
-
-def _ignore(module: nn.Module, args: Any, output: Any) -> None:
-    """What remains of an observer on a copied model."""
+        return dead_hook, ()
 
 
 def is_observed(module: nn.Module) -> bool:

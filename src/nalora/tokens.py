@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nalora.errors import NALoRAError
+from nalora.following import dead_hook
 
 _IGNORED_LABEL = -100
 
@@ -33,15 +34,7 @@ class _Argument:
         self.value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> Any:
-    return _ignore
-
-
-def _ignore(*_: Any) -> None:
-    """The hook that a copied model carries in place of a live one."""
+        return dead_hook, ()
 
 
 class TokenMask:
