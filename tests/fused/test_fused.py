@@ -12,7 +12,7 @@ from nalora import NALoRAConfig, activations
 
 gated = pytest.importorskip("nalora.fused.gated")
 from nalora.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
-from nalora.fused.lora_linear import LoRALinear  # noqa: E402
+from nalora.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
 from nalora.statistics.triton_activations import number_and_limit  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,13 +65,25 @@ def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
         assert relative(ours.grad, theirs.grad) < 1e-5
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_lora_linear_passes_gradcheck(bias):
-    x, a, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (2, 5), (7, 2)))
-    weight, offset = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, dtype=torch.float64) if bias else None
-    assert torch.autograd.gradcheck(lambda x, a, b: LoRALinear.apply(x, a, b, offset, weight.to, 1.7), (x, a, b))
-    expected = x @ weight.T + 1.7 * (x @ a.T) @ b.T + (offset if bias else 0)
-    torch.testing.assert_close(LoRALinear.apply(x, a, b, offset, weight.to, 1.7), expected)
+def test_linear_layers_of_one_input_pass_gradcheck():
+    """Layers of different widths and ranks, one with a bias; also where an output is never used."""
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    sizes = [(7, 2), (4, 3), (6, 1)]
+    factors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for o, r in sizes for s in ((r, 5), (o, r))]
+    weights = [torch.randn(o, 5, dtype=torch.float64) for o, _ in sizes]
+    biases = [None, torch.randn(4, dtype=torch.float64), None]
+    layers = tuple(FrozenLinear(w.to, bias, 1.7 + i) for i, (w, bias) in enumerate(zip(weights, biases, strict=True)))
+
+    def exact(x, *factors):
+        return [
+            x @ w.T + (1.7 + i) * (x @ a.T) @ b.T + (0 if bias is None else bias)
+            for i, (w, bias, a, b) in enumerate(zip(weights, biases, factors[::2], factors[1::2], strict=True))
+        ]
+
+    assert torch.autograd.gradcheck(lambda x, *f: LoRALinears.apply(x, layers, *f), (x, *factors))
+    assert torch.autograd.gradcheck(lambda x, *f: LoRALinears.apply(x, layers, *f)[::2], (x, *factors))
+    for ours, theirs in zip(LoRALinears.apply(x, layers, *factors), exact(x, *factors), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="derivative", steps=4, model=None):

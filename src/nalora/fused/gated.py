@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nalora.fused.gated_kernels import backward_kernel, forward_kernel
 from nalora.statistics.sums import Sums
-from nalora.statistics.triton_engine import is_even, may_approximate, tokens_per_part
+from nalora.statistics.triton_sums import is_even, may_approximate, tokens_per_part
 
 _PROGRAMS = 2048
 
@@ -21,12 +21,13 @@ class Tile(NamedTuple):
     tokens: int
     channels: int
     warps: int
+    stages: int
 
 
-_FORWARD = Tile(8, 64, 4)
-_FORWARD_LOW_RANK = Tile(16, 64, 4)
-_BACKWARD = Tile(16, 128, 8)
-_BACKWARD_LOW_RANK = Tile(64, 64, 4)
+_FORWARD = Tile(8, 64, 4, 1)
+_FORWARD_LOW_RANK = Tile(16, 64, 4, 1)
+_BACKWARD = Tile(16, 128, 8, 1)
+_BACKWARD_LOW_RANK = Tile(64, 64, 4, 2)
 
 
 class GateSpec(NamedTuple):
@@ -71,7 +72,7 @@ def forward(
         NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         COUNT=sums is not None, UTILITY=spec.utility, WITH_MASK=mask is not None, RANK=rank, R=_padded(rank),
-        BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, num_warps=tile.warps,
+        BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return h
 
@@ -123,7 +124,7 @@ def backward(
         NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         RANK=rank, R=_padded(rank),
-        BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, num_warps=tile.warps,
+        BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     d_gate, d_up, d_down = (None if each is None else each.sum(0) for each in factors)
     return Gradients(dz, du, None if d_gate is None else d_gate.T, None if d_up is None else d_up.T, d_down)

@@ -2,7 +2,6 @@
 
 Forward reads z₀ and u₀ once and writes h; the statistics come along. Backward reads z₀, u₀ and the gradient of h
 once and writes those of z and u; the three low-rank weight gradients that need z, u or h are accumulated on the way.
-Every program owns a block of channels and a part of the tokens, so partial results are added up in a fixed order.
 A rank of 0 leaves the low-rank terms out.
 """
 
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nalora.statistics.triton_activations import phi_and_derivative
-from nalora.statistics.triton_engine import add_to_part, count_tokens
+from nalora.statistics.triton_sums import add_to_part, count, count_tokens, my_share
 
 
 @triton.jit
@@ -37,20 +36,19 @@ def forward_kernel(
     z_stride, u_stride, x_stride,
     NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     COUNT: tl.constexpr, UTILITY: tl.constexpr, WITH_MASK: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h of a part of the tokens and a block of channels, its Σ|φ′| per channel, and how many z lie below and above."""
-    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    part = tl.program_id(1)
-    first = part.to(tl.int64) * tokens_per_part
-    last = tl.minimum(first + tokens_per_part, tokens)
-    in_width = channels < width
+    channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     if RANK > 0:
         b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
         b_up = _factor(bu_ptr, channels, in_width, RANK, R)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
-    outside = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
-    for start in range(first, last, BLOCK_TOKENS):
+    below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
+    above = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
+    # Stands for what does not count: it lies in no regime that is counted.
+    neutral = tl.minimum(tl.maximum(0.0, lower), upper)
+    for start in tl.range(first, last, BLOCK_TOKENS, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         there = rows < last
         here = there[:, None] & in_width[None, :]
@@ -64,18 +62,17 @@ def forward_kernel(
         _put(h_ptr, rows, channels, width, phi * u, here, EVEN)
         if COUNT:
             k = tl.abs(derivative) * tl.abs(u) if UTILITY else tl.abs(derivative)
-            # Two counts in one integer: below in the lower half, above in the upper.
-            beyond = tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
             if WITH_MASK:
                 counted = there & (tl.load(mask_ptr + rows, mask=there, other=0) != 0)
                 here = counted[:, None] & in_width[None, :]
             if WITH_MASK or not EVEN:
                 k = tl.where(here, k, 0.0)
-                beyond = tl.where(here, beyond, 0)
+                z = tl.where(here, z, neutral)
             total += k
-            outside += beyond
+            below = count(below, z, lower, True)
+            above = count(above, z, upper, False)
     if COUNT:
-        add_to_part(sensitivity_ptr, outside_ptr, total, outside, part, channels, in_width, width, slots)
+        add_to_part(sensitivity_ptr, outside_ptr, total, below, above, part, channels, in_width, width, slots, False)
         if tl.program_id(0) == 0:
             count_tokens(tokens_ptr, mask_ptr, part, first, last, WITH_MASK)
 
@@ -107,14 +104,10 @@ def backward_kernel(
     z_stride, u_stride, x_stride, dh_stride,
     NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     RANK: tl.constexpr, R: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of z and u of a part of the tokens and a block of channels, and their share of B_g, B_u and A_d."""
-    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    part = tl.program_id(1)
-    first = part.to(tl.int64) * tokens_per_part
-    last = tl.minimum(first + tokens_per_part, tokens)
-    in_width = channels < width
+    channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     j = tl.arange(0, R)
     in_factor = in_width[None, :] & (j < RANK)[:, None]
     if RANK > 0:
@@ -124,7 +117,7 @@ def backward_kernel(
         d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
         d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
         d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
-    for start in range(first, last, BLOCK_TOKENS):
+    for start in tl.range(first, last, BLOCK_TOKENS, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         there = rows < last
         here = there[:, None] & in_width[None, :]

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
-from nalora.fused.gated_product import fuse_product
-from nalora.fused.layers import fuse_ffn, fuse_linear
+from nalora.fused.layers import fuse_ffn, fuse_linears, fuse_product
 from nalora.observer import GateObserver
 from nalora.plan import Plan
 
@@ -33,9 +32,8 @@ def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver], *, adapter
             undo.append(put_back)
             fused |= {projection.module for projection in each.block.projections.values()}
     if adapters:
-        for module in model.modules():
-            if isinstance(module, LoraLayer) and module not in fused:
-                put_back = fuse_linear(module)
-                if put_back is not None:
-                    undo.append(put_back)
+        for parent in model.modules():
+            children = parent.named_children()
+            layers = {name: each for name, each in children if isinstance(each, LoraLayer) and each not in fused}
+            undo += fuse_linears(parent, layers)
     return undo

@@ -62,9 +62,8 @@ class LoRAFFN(torch.autograd.Function):
         z, u = rows @ weights.gate(dtype).T, rows @ weights.up(dtype).T
         h = gated.forward(z, u, spec, low_rank, sums, mask)
         a_low, b_low = a_down.to(dtype), (b_down * weights.down_scaling).to(dtype)
-        y = h @ weights.down(dtype).T
         h_projected = h @ a_low.T
-        y.addmm_(h_projected, b_low.T)
+        y = (h_projected @ b_low.T).addmm_(h, weights.down(dtype).T)
         ctx.save_for_backward(rows, z, u, projected, h_projected, a_both, *low_rank[2:], a_low, b_low)
         ctx.weights, ctx.spec, ctx.shape = weights, spec, x.shape
         ctx.dtypes = x.dtype, [each.dtype for each in (a_gate, b_gate, a_up, b_up, a_down, b_down)]
@@ -83,13 +82,14 @@ class LoRAFFN(torch.autograd.Function):
         dh = dy @ weights.down(dtype)
         low_rank = LowRank(projected[:, :rank], projected[:, rank:], b_gate, b_up)
         dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down), overwrite=True)
-        through = torch.cat([dz @ b_gate, du @ b_up], dim=1)
+        through = torch.empty_like(projected)
+        torch.mm(dz, b_gate, out=through[:, :rank])
+        torch.mm(du, b_up, out=through[:, rank:])
         da_both = through.T @ rows
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = dz @ weights.gate(dtype)
-            dx.addmm_(du, weights.up(dtype))
-            dx = dx.addmm_(through, a_both).view(ctx.shape).to(x_dtype)
+            dx = (through @ a_both).addmm_(dz, weights.gate(dtype)).addmm_(du, weights.up(dtype))
+            dx = dx.view(ctx.shape).to(x_dtype)
         assert db_gate is not None
         assert db_up is not None
         factors = (

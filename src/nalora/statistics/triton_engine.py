@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,10 +9,24 @@ from torch import Tensor
 from nalora.activations import Activation
 from nalora.statistics.sums import Sums
 from nalora.statistics.triton_activations import number_and_limit, phi_and_derivative
+from nalora.statistics.triton_sums import (
+    add_to_part,
+    as_bytes,
+    bounds_for_packing,
+    count,
+    count_packed,
+    count_tokens,
+    is_even,
+    may_approximate,
+    my_share,
+    tokens_per_part,
+)
 
-_BLOCK_TOKENS = 16
+# The best of a sweep on an H200 in bf16: 0.68 of the bandwidth of a copy at 4,096 × 14,336, 0.78 at 16,384.
+_BLOCK_TOKENS = 8
 _BLOCK_CHANNELS = 128
-_WARPS = 2
+_WARPS = 1
+_STAGES = 3
 
 
 @triton.jit
@@ -21,67 +34,45 @@ def _accumulate(
     z_ptr, u_ptr, mask_ptr, sensitivity_ptr, outside_ptr, tokens_ptr,
     tokens, width, slots, tokens_per_part, lower, upper, limit,
     z_stride, z_step, u_stride, u_step,
-    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
+    NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     WITH_U: tl.constexpr, WITH_MASK: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One part of the tokens × one block of channels: Σ|φ′| per channel, and how many z lie below and above."""
-    channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    part = tl.program_id(1)
-    first = part.to(tl.int64) * tokens_per_part
-    last = tl.minimum(first + tokens_per_part, tokens)
-    in_width = channels < width
+    channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
-    outside = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
-    for start in range(first, last, BLOCK_TOKENS):
+    below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
+    above = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
+    # Stands for what is masked out: it lies in no regime that is counted.
+    neutral = tl.minimum(tl.maximum(0.0, lower), upper).to(z_ptr.dtype.element_ty)
+    lower_tile = tl.full([BLOCK_TOKENS, BLOCK_CHANNELS], lower, z_ptr.dtype.element_ty)
+    upper_tile = tl.full([BLOCK_TOKENS, BLOCK_CHANNELS], upper, z_ptr.dtype.element_ty)
+    for start in tl.range(first, last, BLOCK_TOKENS, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         z_at = z_ptr + rows[:, None] * z_stride + channels[None, :] * z_step
         u_at = u_ptr + rows[:, None] * u_stride + channels[None, :] * u_step if WITH_U else z_at
         if EVEN:
-            z = tl.load(z_at).to(tl.float32)
-            u = tl.load(u_at).to(tl.float32) if WITH_U else z
+            loaded = tl.load(z_at)
+            u = tl.load(u_at).to(tl.float32) if WITH_U else 1.0
         else:
             here = (rows < last)[:, None] & in_width[None, :]
             if WITH_MASK:
                 here = here & (tl.load(mask_ptr + rows, mask=rows < last, other=0) != 0)[:, None]
-            z = tl.load(z_at, mask=here, other=0.0).to(tl.float32)
-            u = tl.load(u_at, mask=here, other=0.0).to(tl.float32) if WITH_U else z
+            loaded = tl.load(z_at, mask=here, other=neutral)
+            u = tl.load(u_at, mask=here, other=0.0).to(tl.float32) if WITH_U else 1.0
+        z = loaded.to(tl.float32)
         _, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         k = tl.abs(derivative) * tl.abs(u) if WITH_U else tl.abs(derivative)
-        # Two counts in one integer: below in the lower half, above in the upper.
-        beyond = tl.where(z < lower, 1, 0) + tl.where(z > upper, 65536, 0)
-        if not EVEN:
-            k = tl.where(here, k, 0.0)
-            beyond = tl.where(here, beyond, 0)
-        total += k
-        outside += beyond
-    add_to_part(sensitivity_ptr, outside_ptr, total, outside, part, channels, in_width, width, slots)
+        total += k if EVEN else tl.where(here, k, 0.0)
+        if PACKED:
+            below = count_packed(below, loaded, lower_tile, True)
+            above = count_packed(above, loaded, upper_tile, False)
+        else:
+            below = count(below, z, lower, True)
+            above = count(above, z, upper, False)
+    add_to_part(sensitivity_ptr, outside_ptr, total, below, above, part, channels, in_width, width, slots, PACKED)
     if tl.program_id(0) == 0:
         count_tokens(tokens_ptr, mask_ptr, part, first, last, WITH_MASK)
-
-
-@triton.jit
-def add_to_part(sensitivity_ptr, outside_ptr, total, outside, part, channels, in_width, width, slots):
-    """Add a program's tile sums to the part and slot that are its alone."""
-    at = sensitivity_ptr + part.to(tl.int64) * width + channels
-    tl.store(at, tl.load(at, mask=in_width, other=0.0) + tl.sum(total, 0), mask=in_width)
-    slot = outside_ptr + (part * slots + tl.program_id(0)) * 2
-    tl.store(slot, tl.load(slot) + tl.sum(tl.sum(outside & 65535, 0), 0))
-    tl.store(slot + 1, tl.load(slot + 1) + tl.sum(tl.sum(outside >> 16, 0), 0))
-
-
-@triton.jit
-def count_tokens(tokens_ptr, mask_ptr, part, first, last, WITH_MASK: tl.constexpr):
-    """Add the part's real tokens."""
-    counted = tl.maximum(last - first, 0)
-    if WITH_MASK:
-        lanes = tl.arange(0, 256)
-        real = tl.zeros([256], tl.int32)
-        for start in range(first, last, 256):
-            at = start + lanes
-            real += (tl.load(mask_ptr + at, mask=at < last, other=0) != 0).to(tl.int32)
-        counted = tl.sum(real, 0).to(tl.int64)
-    tl.store(tokens_ptr + part, tl.load(tokens_ptr + part) + counted)
 
 
 def accumulate(
@@ -99,33 +90,15 @@ def accumulate(
     z, u = z.reshape(-1, width), None if u is None else u.reshape(-1, width)
     mask = as_bytes(token_mask)
     tokens, parts = z.shape[0], sums.tokens.shape[0]
+    each_part = tokens_per_part(tokens, parts, _BLOCK_TOKENS)
+    packed = bounds_for_packing(thresholds, z, each_part // _BLOCK_TOKENS)
     number, limit = known
     _accumulate[triton.cdiv(width, _BLOCK_CHANNELS), parts](
         z, u, mask, *sums,
-        tokens, width, sums.outside.shape[1], tokens_per_part(tokens, parts, _BLOCK_TOKENS), *thresholds, limit,
+        tokens, width, sums.outside.shape[1], each_part, *(packed or thresholds), limit,
         *z.stride(), *(u.stride() if u is not None else (0, 0)),
-        NUMBER=number, LIMITED=limit != float("inf"), FAST=may_approximate(z),
+        NUMBER=number, LIMITED=limit != float("inf"), FAST=may_approximate(z), PACKED=packed is not None,
         EVEN=mask is None and is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
         WITH_U=u is not None, WITH_MASK=mask is not None,
-        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, num_warps=_WARPS,
+        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, STAGES=_STAGES, num_warps=_WARPS,
     )  # fmt: skip
-
-
-def tokens_per_part(tokens: int, parts: int, block_tokens: int) -> int:
-    """How many tokens a part gets, in whole tiles."""
-    return triton.cdiv(triton.cdiv(tokens, parts), block_tokens) * block_tokens
-
-
-def as_bytes(token_mask: Tensor | None) -> Tensor | None:
-    """A boolean mask as the flat bytes that kernels read."""
-    return None if token_mask is None else token_mask.reshape(-1).contiguous().view(torch.uint8)
-
-
-def may_approximate(z: Tensor) -> bool:
-    """Whether the hardware's reciprocal is good enough: for half-precision z it is, and only a GPU has it."""
-    return z.is_cuda and z.dtype != torch.float32
-
-
-def is_even(tokens: int, width: int, block_tokens: int, block_channels: int) -> bool:
-    """Whether every tile is full, so that a kernel needs no bounds."""
-    return tokens % block_tokens == 0 and width % block_channels == 0
