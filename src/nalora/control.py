@@ -88,16 +88,44 @@ def factors(plan: BlockPlan, values: BlockFactors) -> list[Factor]:
 @torch.no_grad()
 def multiply_gradients(control: list[Factor]) -> None:
     """∇θ ← f ⊙ ∇θ, in the gradient's own memory."""
-    pairs = [(parameter.grad, factor) for parameter, factor in control if parameter.grad is not None]
-    if pairs:
-        gradients, multipliers = zip(*pairs, strict=True)
-        torch._foreach_mul_(gradients, multipliers)
+    for alike, factors in _of_one_shape([each for each in control if each.parameter.grad is not None]):
+        gradients = tuple(each.parameter.grad for each in alike if each.parameter.grad is not None)
+        torch._foreach_mul_(gradients, tuple(factors))
+
+
+def snapshot(control: list[Factor]) -> list[tuple[Factor, Tensor]]:
+    """Each factor with a copy of its parameter, for `multiply_updates`."""
+    parameters = [each.parameter.detach() for each in control]
+    copies = [torch.empty_like(each) for each in parameters]
+    if copies:
+        torch._foreach_copy_(copies, parameters)
+    return list(zip(control, copies, strict=True))
 
 
 @torch.no_grad()
 def multiply_updates(control: list[tuple[Factor, Tensor]]) -> None:
     """θ ← θ_old + f ⊙ (θ_new − θ_old) for each factor and its θ_old, in at least float32; exact where f = 1."""
-    for (parameter, factor), old in control:
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        scaled = torch.lerp(old.to(dtype), parameter.to(dtype), factor.to(dtype))
-        parameter.copy_(scaled)
+    old: dict[Tensor, Tensor] = {each.parameter: before for each, before in control}
+    for alike, factors in _of_one_shape([each for each, _ in control]):
+        parameters: list[Tensor] = [each.parameter for each in alike]
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        moved = [old[each].to(dtype) for each in parameters]
+        torch._foreach_lerp_(moved, [each.to(dtype) for each in parameters], [each.to(dtype) for each in factors])
+        torch._foreach_copy_(parameters, moved)
+
+
+def _of_one_shape(control: list[Factor]) -> Iterator[tuple[list[Factor], list[Tensor]]]:
+    """The factors in groups of one kind of parameter, each spelt out to its parameter's shape.
+
+    Written out once for all blocks, they let a foreach operation run as one kernel. Broadcast, it would launch one for
+    every parameter: 192 in place of about 20 for a Llama of 32 layers.
+    """
+    groups: dict[tuple[torch.Size, torch.Size, torch.dtype, torch.device], list[Factor]] = {}
+    for each in control:
+        kind = (each.parameter.shape, each.factor.shape, each.parameter.dtype, each.parameter.device)
+        groups.setdefault(kind, []).append(each)
+    for (shape, factor_shape, _, _), alike in groups.items():
+        stacked = torch.stack([each.factor for each in alike])
+        missing = (1,) * (len(shape) - len(factor_shape))
+        full = stacked.view(len(alike), *missing, *factor_shape).expand(-1, *shape).contiguous()
+        yield alike, list(full.unbind())

@@ -23,6 +23,7 @@ from nalora.control import (
     lora_parameters,
     multiply_gradients,
     multiply_updates,
+    snapshot,
 )
 from nalora.decision import BlockGroup, Decision
 from nalora.errors import NALoRAError
@@ -211,7 +212,7 @@ class NALoRAController:
     def _enter_step(self) -> None:
         self.apply()
         if self.config.apply_to == "update":
-            self._before = [(each, each.parameter.detach().clone()) for each in self._factors()]
+            self._before = snapshot(self._factors())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._decisions is None:

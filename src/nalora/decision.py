@@ -71,7 +71,7 @@ class BlockGroup:
         """The next mask and step scales (eq. mask_soft to scale_ema), over all ranks' tokens."""
         sensitivity, regimes, tokens = self._over_ranks()
         k_eff = equations.channel_score(sensitivity, tokens)
-        valid = (tokens > 0) & torch.isfinite(k_eff).all(-1)
+        valid = (tokens > 0) & torch.isfinite(k_eff.sum(-1))
         first = (self.updates == 0) & (config.start == "first")
 
         if config.keep_ratio == 1:
@@ -105,11 +105,13 @@ class BlockGroup:
             else happened.to(decision.valid).expand_as(decision.valid)
         )
         taken = decision.valid & everywhere
-        self.stability = torch.where(taken, (decision.mask - self.mask).abs().mean(-1), self.stability)
-        self.mask = torch.where(taken[:, None], decision.mask, self.mask)
-        self.scales = torch.where(taken[:, None], decision.scales, self.scales)
-        self.shares = torch.where(taken[:, None], decision.shares, self.shares)
-        self.score = torch.where(taken, decision.score, self.score)
+        change = (decision.mask - self.mask).abs().mean(-1)
+        # Into the memory that is there: a captured CUDA graph goes on with the same tensors.
+        torch.where(taken, change, self.stability, out=self.stability)
+        torch.where(taken[:, None], decision.mask, self.mask, out=self.mask)
+        torch.where(taken[:, None], decision.scales, self.scales, out=self.scales)
+        torch.where(taken[:, None], decision.shares, self.shares, out=self.shares)
+        torch.where(taken, decision.score, self.score, out=self.score)
         self.updates += taken
         self.skipped += everywhere & ~decision.valid
 

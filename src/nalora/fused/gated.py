@@ -24,10 +24,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-_FORWARD = Tile(8, 64, 4, 1)
-_FORWARD_LOW_RANK = Tile(16, 64, 4, 1)
-_BACKWARD = Tile(16, 128, 8, 1)
-_BACKWARD_LOW_RANK = Tile(64, 64, 4, 2)
+_FORWARD = Tile(16, 64, 2, 3)
+_BACKWARD = Tile(32, 128, 8, 2)
+_BACKWARD_LOW_RANK = Tile(64, 64, 4, 3)
 
 
 class GateSpec(NamedTuple):
@@ -60,7 +59,7 @@ def forward(
 ) -> Tensor:
     """h for z and u of shape [tokens, width]; the tokens that `mask` leaves are added to `sums`, where given."""
     tokens, width = z.shape
-    tile = _FORWARD_LOW_RANK if low_rank else _FORWARD
+    tile = _FORWARD
     parts = sums.tokens.shape[0] if sums else _parts(tokens, width, tile)
     h = torch.empty(tokens, width, dtype=z.dtype, device=z.device)
     rank = low_rank.b_gate.shape[1] if low_rank else 0

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nalora.statistics.triton_activations import phi_and_derivative
-from nalora.statistics.triton_sums import add_to_part, count, count_tokens, my_share
+from nalora.statistics.triton_sums import add, add_to_part, count, count_tokens, my_share
 
 
 @triton.jit
@@ -44,6 +44,7 @@ def forward_kernel(
         b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
         b_up = _factor(bu_ptr, channels, in_width, RANK, R)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
+    lost = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
     above = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
     # Stands for what does not count: it lies in no regime that is counted.
@@ -68,7 +69,7 @@ def forward_kernel(
             if WITH_MASK or not EVEN:
                 k = tl.where(here, k, 0.0)
                 z = tl.where(here, z, neutral)
-            total += k
+            total, lost = add(total, lost, k, not FAST)
             below = count(below, z, lower, True)
             above = count(above, z, upper, False)
     if COUNT:

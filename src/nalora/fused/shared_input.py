@@ -86,7 +86,7 @@ class LinearGroup:
     def _together(self, layers: list[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
         frozen, factors = [], []
         for layer in layers:
-            a, b, scaling = only_adapter(layer)  # type: ignore[misc]
+            a, b, scaling = only_adapter(layer)
             frozen.append(FrozenLinear(self.weights[layer], layer.base_layer.bias, scaling))
             factors += [a, b]
         outputs: tuple[Tensor, ...] = LoRALinears.apply(x, tuple(frozen), *factors)
