@@ -7,86 +7,49 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import harness
-import peft
 import torch
-import transformers
-from paper_hooks import PaperHooks
-
-import nalora
+from llamas import SHAPES, Shape, build
+from training import Training
 
 
-def build(layers: int, checkpointing: bool, liger: bool) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, rope_theta=500000.0, max_position_embeddings=8192,
-        attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = transformers.LlamaForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+def matrix_products(shape: Shape, tokens: int, length: int) -> Callable[[], None]:
+    """The floor: every product of frozen weights and attention, forward and backward for x, and nothing else.
 
-        apply_liger_kernel_to_llama(model=model)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    return model.train()
+    Checkpointing's second forward pass is not counted: it is a choice, not a product that must be.
+    """
+    heads = shape.hidden // shape.heads
+    sizes = [
+        (shape.hidden, shape.hidden), (shape.key_value_heads * heads, shape.hidden),
+        (shape.key_value_heads * heads, shape.hidden), (shape.hidden, shape.hidden),
+        (shape.ffn, shape.hidden), (shape.ffn, shape.hidden), (shape.hidden, shape.ffn),
+    ]  # fmt: skip
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = [torch.randn(size, **options) * 0.02 for size in sizes]
+    head = torch.randn(shape.vocabulary, shape.hidden, **options) * 0.02
+    inputs = {size: torch.randn(tokens, size, **options) for size in {n for pair in sizes for n in pair}}
+    logits = torch.randn(tokens, shape.vocabulary, **options)
+    query = torch.randn(tokens // length, shape.heads, length, heads, **options, requires_grad=True)
+
+    def run() -> None:
+        for _ in range(shape.layers):
+            for w in weights:
+                inputs[w.shape[1]] @ w.T
+                inputs[w.shape[0]] @ w
+            attended = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+            torch.autograd.grad(attended, query, attended.detach())
+        inputs[shape.hidden] @ head.T
+        logits @ head
+
+    return run
 
 
-class Setup:
-    """One model and its optimizer; variants attach to it and detach again."""
-
-    def __init__(self, model: torch.nn.Module, batch: int, length: int) -> None:
-        self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
-        self.ids = torch.randint(0, 128256, (batch, length), device="cuda")
-        self.controller = None
-        self.losses: list[torch.Tensor] = []
-
-    def step(self) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
-        if self.controller is not None:
-            self.controller.clip_grad_norm_(1.0)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
-
-    @contextlib.contextmanager
-    def plain(self) -> Iterator:
-        yield self.step
-
-    @contextlib.contextmanager
-    def paper(self) -> Iterator:
-        hooks = PaperHooks(self.model)
-        yield self.step
-        hooks.remove()
-
-    def ours(self, **options):
-        @contextlib.contextmanager
-        def attached() -> Iterator:
-            self.controller = nalora.attach(self.model, self.optimizer, **options)
-            yield self.step
-            self.controller.detach()
-            self.controller = None
-
-        return attached
+@contextlib.contextmanager
+def floor(run: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    yield run
 
 
 def main() -> None:
@@ -99,10 +62,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
-    parser.add_argument("--no-liger", action="store_true")
     args = parser.parse_args()
 
-    plain = Setup(build(args.layers, args.checkpointing, liger=False), args.batch, args.length)
+    shape = SHAPES["llama-3.1-8b"]._replace(layers=args.layers)
+    plain = Training(build(shape, checkpointing=args.checkpointing), args.batch, args.length)
     variants = {
         "PEFT LoRA": plain.plain,
         "paper's hooks": plain.paper,
@@ -111,25 +74,26 @@ def main() -> None:
         "NA-LoRA, fused LoRA layers": plain.ours(kernels="fused"),
     }
     resident = torch.cuda.memory_allocated() / 2**30
-    shared = {name: plain for name in variants}
-    if not args.no_liger:
-        liger = Setup(build(args.layers, args.checkpointing, liger=True), args.batch, args.length)
-        variants["PEFT LoRA + Liger"] = liger.plain
-        variants["NA-LoRA, everything on"] = liger.ours(kernels="fused")
+    liger = Training(build(shape, checkpointing=args.checkpointing, liger=True), args.batch, args.length)
+    with_liger = {"PEFT LoRA + Liger": liger.plain, "NA-LoRA, everything on": liger.ours(kernels="fused")}
     other = torch.cuda.memory_allocated() / 2**30 - resident
-    results = harness.interleave(variants, args.rounds, args.steps, args.warmup)
+    products = matrix_products(shape, args.batch * args.length, args.length)
+    others = {"matrix products alone": lambda: floor(products)}
+    results = harness.interleave(variants | with_liger, args.rounds, args.steps, args.warmup)
+    results |= harness.interleave(others, 1, 20, 3)
+
     setting = f"llama-8b shapes, {args.layers} layers, {args.batch}x{args.length}, checkpointing={args.checkpointing}"
     rows = []
     base = results["PEFT LoRA"]
     for name, result in results.items():
-        result["peak_gib"] = round(result["peak_gib"] - (other if name in shared else resident), 3)
+        not_its_own = {**dict.fromkeys(variants, other), **dict.fromkeys(with_liger, resident)}.get(name)
+        result["peak_gib"] = 0.0 if not_its_own is None else round(result["peak_gib"] - not_its_own, 3)
         rows.append({"question": "training step", "setting": setting, "variant": name, "unit": "ms", **result})
     for name, result in results.items():
         time, memory = result["p50"] / base["p50"], result["peak_gib"] / base["peak_gib"]
         print(f"{name:32s} {result['p50']:8.2f} ms  {time:6.4f}   {result['peak_gib']:7.2f} GiB  {memory:6.4f}  "
               f"[{result['p20']:.2f} … {result['p80']:.2f}]")  # fmt: skip
     harness.append(rows, args.rows)
-    print(json.dumps({"last losses": [plain.losses[-1].item()]}))
 
 
 if __name__ == "__main__":

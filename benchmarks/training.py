@@ -1,0 +1,73 @@
+"""One model, its optimizer and a batch; variants of the training step attach to it and detach again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from paper_hooks import PaperHooks
+
+import nalora
+from nalora.graphs import GraphedStep
+
+
+class Training:
+    def __init__(self, model: torch.nn.Module, batch: int, length: int, lr: float = 1e-5) -> None:
+        self.model = self.forward = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # A tensor and capturable: what a CUDA graph needs; the fused kernel is the same either way.
+        rate = torch.tensor(lr, device="cuda")
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True, capturable=True)
+        vocabulary = model.config.vocab_size
+        self.batch = {"input_ids": torch.randint(0, vocabulary, (batch, length), device="cuda")}
+        self.controller: nalora.NALoRAController | None = None
+        self.losses: list[torch.Tensor] = []
+
+    def learn(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.forward(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss.backward()
+        if self.controller is not None:
+            self.controller.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def step(self) -> None:
+        self.losses.append(self.learn(self.batch))
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[Callable[[], None]]:
+        yield self.step
+
+    @contextlib.contextmanager
+    def paper(self) -> Iterator[Callable[[], None]]:
+        hooks = PaperHooks(self.model)
+        yield self.step
+        hooks.remove()
+
+    def ours(self, **options):
+        @contextlib.contextmanager
+        def attached() -> Iterator[Callable[[], None]]:
+            self.controller = nalora.attach(self.model, self.optimizer, **options)
+            yield self.step
+            self.controller.detach()
+            self.controller = None
+
+        return attached
+
+    def graphed(self, variant, compiled: bool = False):
+        """The variant's step, replayed from a CUDA graph, of a compiled model where asked."""
+
+        @contextlib.contextmanager
+        def captured() -> Iterator[Callable[[], None]]:
+            with variant():
+                self.forward = torch.compile(self.model) if compiled else self.model
+                replay = GraphedStep(self.learn)
+                yield lambda: self.losses.append(replay(self.batch))
+                self.forward = self.model
+
+        return captured

@@ -1,0 +1,103 @@
+"""A whole training step as one CUDA graph: for small models, whose steps are launches more than arithmetic.
+
+A step of SmolLM2-135M is about 10,000 kernel launches, most of them shorter than the time Python takes to ask for
+them. Captured once, the step is replayed by a single call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nalora.errors import NALoRAError
+
+Batch = Mapping[str, Tensor]
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    loss: Tensor
+
+
+class GraphedStep:
+    """Runs a training step eagerly for the first batches of a shape, then captures it and replays it.
+
+    Every call is one real step on its batch. The step function is the inside of an ordinary training loop::
+
+        def step(batch):
+            loss = model(**batch).loss
+            loss.backward()
+            controller.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        step = GraphedStep(step)
+        for batch in loader:
+            loss = step(batch)
+
+    It must do the same for every batch of a shape and read nothing back from the GPU. The optimizer needs
+    ``capturable=True``, and a learning rate that changes must be a tensor (``lr=torch.tensor(1e-4)``). Pad batches to
+    few shapes: each one is captured for itself. Not for fp16 with a GradScaler, which decides on the host.
+
+    Args:
+        step: computes one training step of a batch and gives its loss.
+        warmup: how many steps of a new shape run eagerly, so that optimizer state and compiled kernels are there.
+
+    Raises:
+        NALoRAError: there is no CUDA device, or the step cannot be captured.
+    """
+
+    def __init__(self, step: Callable[[Batch], Tensor], warmup: int = 3) -> None:
+        if not torch.cuda.is_available():
+            raise NALoRAError(
+                "GraphedStep",
+                found="no CUDA device",
+                expected="a CUDA device, since CUDA graphs are what it replays",
+                fix="call the step function itself",
+            )
+        self.step, self.warmup = step, warmup
+        # All of it on one stream: autograd returns to the stream on which it first saw a parameter.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle()
+        self._eager_steps: dict[tuple[object, ...], int] = {}
+        self._captured: dict[tuple[object, ...], _Captured] = {}
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """One training step on the batch; its loss, on the GPU."""
+        kind = tuple((name, each.shape, each.dtype) for name, each in batch.items())
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if self._eager_steps.setdefault(kind, 0) < self.warmup:
+                self._eager_steps[kind] += 1
+                loss = self.step(batch)
+            else:
+                if kind not in self._captured:
+                    self._captured[kind] = self._capture(batch)
+                captured = self._captured[kind]
+                for name, each in batch.items():
+                    captured.inputs[name].copy_(each, non_blocking=True)
+                captured.graph.replay()
+                loss = captured.loss.clone()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, batch: Batch) -> _Captured:
+        """Record the step; nothing is computed yet."""
+        inputs = {name: each.to("cuda", copy=True) for name, each in batch.items()}
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                loss = self.step(inputs)
+        except RuntimeError as error:
+            raise NALoRAError(
+                "GraphedStep",
+                found=f"a step that cannot be captured: {str(error).splitlines()[0]}",
+                expected="a step that asks the GPU for nothing and an optimizer with capturable=True",
+                fix="remove .item(), print and logging from the step, or call the step function itself",
+            ) from error
+        return _Captured(graph, inputs, loss)
