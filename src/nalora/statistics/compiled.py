@@ -24,7 +24,7 @@ from nalora.statistics import reference
 from nalora.statistics.sums import Sums
 
 # One call takes at most this many elements. On a CPU the compiler keeps σ(z) in memory, 16 MiB then; a call costs
-# about 0.2 ms beside 0.8 ns for each element, so smaller slices would not pay. On a GPU indices stay within 32 bits.
+# about 0.3 ms beside 0.5 ns for each element, so smaller slices would not pay. On a GPU indices stay within 32 bits.
 _CPU_ELEMENTS = 1 << 22
 _GPU_ELEMENTS = 1 << 30
 
