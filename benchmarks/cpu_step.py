@@ -134,7 +134,9 @@ def main() -> None:
     }
     harness.interleave(variants, 1, 1, 0)  # compiles, and touches all memory once
     setup.shares.clear()
-    turns = [harness.interleave(variants, 1, args.steps, args.warmup) for _ in range(args.rounds)]
+    # Every other round backwards: a drift within rounds would count against whoever comes last, by 2 % once.
+    orders = (variants, dict(reversed(variants.items())))
+    turns = [harness.interleave(orders[n % 2], 1, args.steps, args.warmup) for n in range(args.rounds)]
     setting = f"smollm2-135m float32, {torch.get_num_threads()} threads, {args.batch}x{args.length}"
     rows = []
     for name in variants:
