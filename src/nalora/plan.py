@@ -95,7 +95,8 @@ def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> 
     Raises:
         NALoRAError: no block, or controls were asked for and none of them can act anywhere.
     """
-    blocks = tuple(_plan_block(block, config, kernels) for block in found.blocks)
+    channels = sum(block.width for block in found.blocks)
+    blocks = tuple(_plan_block(block, config, kernels, channels) for block in found.blocks)
     plan = Plan(config, blocks, found.refused, found.others)
     if not blocks:
         raise _nothing_to_control(plan)
@@ -110,7 +111,7 @@ def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> 
     return plan
 
 
-def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str) -> BlockPlan:
+def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: int) -> BlockPlan:
     points = config.thresholds or block.activation.characteristic_points
     mask_off = scaling_off = ""
     if not config.mask:
@@ -125,7 +126,7 @@ def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str) -> BlockPla
         scaling_off = f"the paper calls {block.activation.name} degenerate; regimes='derived' scales it"
     # Without two points the shares are still told on either side of the hard gate at zero.
     thresholds = (points[0], points[1]) if points else (0.0, 0.0)
-    engine = choose(block.activation, *block.statistics_kind, kernels=kernels)
+    engine = choose(block.activation, *block.statistics_kind, kernels=kernels, channels=channels)
     return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
 
 

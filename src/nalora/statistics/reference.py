@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def _accumulate_part(
         u = u.to(dtype).abs()
         # Whatever a pad token carries, NaN included, must not reach the product.
         sensitivity = sensitivity * (u if token_mask is None else torch.where(token_mask[:, None], u, 0))
-    below, above = _is_positive_(thresholds[0] - z), _is_positive_(z - thresholds[1])
+    below, above = _as_ones(torch.lt, z, thresholds[0]), _as_ones(torch.gt, z, thresholds[1])
     if token_mask is None:
         sums.sensitivity[0].add_(sensitivity.sum(0))
         sums.tokens[0].add_(z.shape[0])
@@ -85,13 +87,12 @@ def _accumulate_part(
         sums.sensitivity[0].add_((high - high) + (low - low))
 
 
-def _is_positive_(difference: Tensor) -> Tensor:
-    """1 where the difference of two floats is positive, else 0, in place and in its own dtype.
+def _as_ones(comparison: Callable[..., Tensor], z: Tensor, threshold: float) -> Tensor:
+    """1 where the comparison holds, else 0, in z's dtype.
 
-    On a CPU half the time of a comparison and its sum. Exact: such a difference has the right sign and is 0 only
-    between equals, and fewer than 2²⁴ of them are summed at a time.
+    On a CPU two thirds of the time of booleans and their sum. Exact: fewer than 2²⁴ of them are summed at a time.
     """
-    return difference.sign_().clamp_(min=0)
+    return comparison(z, threshold, out=torch.empty_like(z))
 
 
 def _on_host(z: Tensor) -> bool:
