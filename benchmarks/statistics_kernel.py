@@ -14,7 +14,7 @@ import triton
 
 from nalora import activations
 from nalora.config import NALoRAConfig
-from nalora.control import factors_of_group
+from nalora.control import BlockFactors
 from nalora.decision import BlockGroup
 from nalora.statistics import Sums, triton_engine
 
@@ -62,7 +62,7 @@ def main() -> None:
         def decide(group=group) -> None:
             group.stacked.tokens.fill_(1)
             decision = group.decide(NALoRAConfig())
-            factors_of_group(group, decision, preserve_mean=False)
+            BlockFactors.of(group, decision, preserve_mean=False)
             group.commit(decision, None)
             group.open_window()
 

@@ -17,10 +17,7 @@ from training import Training
 
 
 def matrix_products(shape: Shape, tokens: int, length: int) -> Callable[[], None]:
-    """The floor: every product of frozen weights and attention, forward and backward for x, and nothing else.
-
-    Checkpointing's second forward pass is not counted: it is a choice, not a product that must be.
-    """
+    """The floor: every product of frozen weights and attention, forward and backward for x, and nothing else."""
     heads = shape.hidden // shape.heads
     sizes = [
         (shape.hidden, shape.hidden), (shape.key_value_heads * heads, shape.hidden),
@@ -61,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--only", nargs="*", help="the variants to measure, all without it")
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
     args = parser.parse_args()
 
@@ -75,12 +73,17 @@ def main() -> None:
     }
     resident = torch.cuda.memory_allocated() / 2**30
     liger = Training(build(shape, checkpointing=args.checkpointing, liger=True), args.batch, args.length)
-    with_liger = {"PEFT LoRA + Liger": liger.plain, "NA-LoRA, everything on": liger.ours(kernels="fused")}
+    with_liger = {
+        "PEFT LoRA + Liger": liger.plain,
+        "NA-LoRA, everything on": liger.ours(kernels="fused"),
+        "NA-LoRA, everything on, graph": liger.graphed(liger.ours(kernels="fused")),
+    }
     other = torch.cuda.memory_allocated() / 2**30 - resident
-    products = matrix_products(shape, args.batch * args.length, args.length)
-    others = {"matrix products alone": lambda: floor(products)}
-    results = harness.interleave(variants | with_liger, args.rounds, args.steps, args.warmup)
-    results |= harness.interleave(others, 1, 20, 3)
+    measured = {name: each for name, each in (variants | with_liger).items() if not args.only or name in args.only}
+    results = harness.interleave(measured, args.rounds, args.steps, args.warmup)
+    if not args.checkpointing:
+        products = matrix_products(shape, args.batch * args.length, args.length)
+        results |= harness.interleave({"matrix products alone": lambda: floor(products)}, 1, 20, 3)
 
     setting = f"llama-8b shapes, {args.layers} layers, {args.batch}x{args.length}, checkpointing={args.checkpointing}"
     rows = []

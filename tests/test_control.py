@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.control import Factor, multiply_gradients, multiply_updates
+from nalora.control import Control, multiply_gradients, multiply_updates
 
 
 def one_step(model, inputs, controlled, apply_to="gradient", **settings):
@@ -156,15 +156,15 @@ def test_switching_the_adapter_during_training_moves_the_control_along():
 def test_low_precision_parameters_are_moved_in_float32():
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     old = torch.tensor([0.5, 1.0], dtype=torch.bfloat16)
-    multiply_updates([(Factor(parameter, torch.tensor(0.5)), old)])
+    multiply_updates([Control([parameter], torch.tensor([[0.5]]))], {parameter: old})
     assert parameter.tolist() == [0.75, 1.5]
     parameter.grad = torch.tensor([2.0, 4.0], dtype=torch.bfloat16)
-    multiply_gradients([Factor(parameter, torch.tensor([0.5, 0.25]))])
+    multiply_gradients([Control([parameter], torch.tensor([[0.5, 0.25]]))])
     assert parameter.grad.tolist() == [1.0, 1.0]
 
 
 def test_a_factor_of_one_is_exact():
     new, old = torch.randn(1000), torch.randn(1000)
     parameter = torch.nn.Parameter(new.clone())
-    multiply_updates([(Factor(parameter, torch.ones(1000)), old)])
+    multiply_updates([Control([parameter], torch.ones(1, 1000))], {parameter: old})
     assert torch.equal(parameter.detach(), new)

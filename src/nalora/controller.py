@@ -16,15 +16,8 @@ from torch.optim import Optimizer
 from nalora import checkpoint, refusals
 from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
-from nalora.control import (
-    Factor,
-    factors,
-    factors_of_group,
-    lora_parameters,
-    multiply_gradients,
-    multiply_updates,
-    snapshot,
-)
+from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
+from nalora.controlled import ControlledParameters, lora_parameters
 from nalora.decision import BlockGroup, Decision
 from nalora.errors import NALoRAError
 from nalora.following import follow
@@ -86,7 +79,8 @@ class NALoRAController:
         self._let_go_of_optimizer: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
-        self._before: list[tuple[Factor, Tensor]] | None = None
+        self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        self._before: tuple[list[Control], dict[Tensor, Tensor]] | None = None
 
         masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
@@ -120,6 +114,8 @@ class NALoRAController:
 
     def _watch_gradients(self) -> None:
         """Learn when a backward pass reaches a block, also for adapters that became active later."""
+        if not self._controlled.refresh():
+            return
         for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
             for projection in plan.block.projections.values():
                 for _, b in lora_parameters(projection.module):
@@ -146,22 +142,15 @@ class NALoRAController:
             refusals.if_layers_are_gone(self.model, self.plan)
         self._decisions = [group.decide(self.config) for group in self._groups]
         if self.config.apply_to == "gradient":
-            multiply_gradients(self._factors())
+            multiply_gradients(self._controls())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied."""
         self.apply()
         return nn.utils.clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
-    def _factors(self) -> list[Factor]:
-        result: list[Factor] = []
-        plans = {plan.block.name: plan for plan in self.plan.blocks}
-        for group, decision in zip(self._groups, self._decisions or (), strict=True):
-            if group.mask_acts or group.scaling_acts:
-                values = factors_of_group(group, decision, self.config.preserve_mean)
-                for name, each in zip(group.names, values, strict=True):
-                    result += factors(plans[name], each)
-        return result
+    def _controls(self) -> list[Control]:
+        return self._controlled.controls(self._decisions or [], self.config.preserve_mean)
 
     # ---- around the optimizer ------------------------------------------------------------------------------------
 
@@ -212,13 +201,14 @@ class NALoRAController:
     def _enter_step(self) -> None:
         self.apply()
         if self.config.apply_to == "update":
-            self._before = snapshot(self._factors())
+            controls = self._controls()
+            self._before = controls, snapshot(controls)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._decisions is None:
             return
         if self._before is not None:
-            multiply_updates(self._before)
+            multiply_updates(*self._before)
         # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
         found_inf = getattr(optimizer, "found_inf", None)
         happened = None if found_inf is None else found_inf == 0

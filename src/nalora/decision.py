@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,14 @@ from torch import Tensor
 from nalora import equations
 from nalora.config import NALoRAConfig
 from nalora.statistics import Sums
+
+
+@functools.cache
+def _projection_limits(config: NALoRAConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(α, s_min, s_max) of gate, up and down: on the device once, not at every step."""
+    projections = (config.gate, config.up, config.down)
+    sensitivity, low, high = torch.tensor([[p.sensitivity, p.low, p.high] for p in projections], dtype=dtype).T
+    return sensitivity.to(device), low.to(device), high.to(device)
 
 
 class Decision(NamedTuple):
@@ -83,10 +92,8 @@ class BlockGroup:
 
         shares = equations.regime_shares(regimes, dtype=self.scales.dtype)
         score = equations.regime_score(shares, config.positive_penalty)
-        scales = torch.stack(
-            [equations.step_scale(score, p.sensitivity, p.low, p.high) for p in (config.gate, config.up, config.down)],
-            dim=-1,
-        )
+        limits = _projection_limits(config, self.scales.dtype, self.scales.device)
+        scales = equations.step_scale(score[:, None], *limits)
         scales = torch.where(first[:, None], scales, equations.ema(self.scales, scales, config.scale_ema))
         return Decision(
             mask=torch.where(valid[:, None], mask, self.mask),

@@ -185,6 +185,6 @@ def regime_score(shares: Tensor, positive_penalty: float) -> Tensor:
     return (responsive - positive_penalty * positive).clamp(0, 1)
 
 
-def step_scale(a: Tensor, sensitivity: float, low: float, high: float) -> Tensor:
-    """s_new = clip(1 + α(2a − 1), s_min, s_max) of one projection (eq:step_scale)."""
-    return (1 + sensitivity * (2 * a - 1)).clamp(low, high)
+def step_scale(a: Tensor, sensitivity: float | Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """s_new = clip(1 + α(2a − 1), s_min, s_max) of one projection, or of several by broadcasting (eq:step_scale)."""
+    return torch.clamp(1 + sensitivity * (2 * a - 1), low, high)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.control import controlled_parameters
+from nalora.controlled import parts
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import Plan
@@ -98,8 +98,8 @@ def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for each in plan.blocks:
-        for parameter in controlled_parameters(each):
-            if id(parameter) not in held:
+        for parameter, _ in parts(each):
+            if parameter.requires_grad and id(parameter) not in held:
                 raise NALoRAError(
                     names[id(parameter)],
                     found=f"a trainable LoRA parameter that {type(optimizer).__name__} does not hold",
