@@ -25,8 +25,18 @@ SHAPES = {
 }
 
 
-def build(shape: Shape, *, checkpointing: bool = False, liger: bool = False, seed: int = 0) -> torch.nn.Module:
-    """A bf16 base with r = 8 adapters in float32, in training mode on the GPU."""
+def build(
+    shape: Shape, *, checkpointing: bool = False, liger: bool = False, fused_loss: bool = True, seed: int = 0
+) -> torch.nn.Module:
+    """A bf16 base with r = 8 adapters in float32, in training mode on the GPU.
+
+    Args:
+        shape: the model's sizes.
+        checkpointing: whether layers are recomputed in the backward pass.
+        liger: whether Liger's kernels replace norms, rotary embedding and, with `fused_loss`, the loss.
+        fused_loss: False for CUDA graphs: Liger's fused loss reads a number back from the GPU.
+        seed: of the random weights.
+    """
     config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
@@ -40,7 +50,7 @@ def build(shape: Shape, *, checkpointing: bool = False, liger: bool = False, see
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-        apply_liger_kernel_to_llama(model=model)
+        apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=fused_loss, cross_entropy=False)
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -25,12 +25,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
     args = parser.parse_args()
 
-    def training() -> Training:
+    def training(liger: bool = False) -> Training:
         torch.manual_seed(1)
-        return Training(build(SHAPES["smollm2-135m"]), args.batch, args.length, lr=1e-4)
+        model = build(SHAPES["smollm2-135m"], liger=liger, fused_loss=False)
+        return Training(model, args.batch, args.length, lr=1e-4)
 
-    setups = {name: training() for name in ("eager", "fused", "graph", "compiled")}
-    eager, fused, graph = setups["eager"], setups["fused"], setups["graph"]
+    eager, fused, graph, liger = training(), training(), training(), training(liger=True)
+    setups = {"eager": eager, "fused": fused, "graph": graph, "liger": liger}
     variants = {
         "PEFT LoRA": eager.plain,
         "NA-LoRA, model untouched": eager.ours(),
@@ -39,8 +40,11 @@ def main() -> None:
         "NA-LoRA, model untouched, graph": graph.graphed(graph.ours()),
         "NA-LoRA, fused LoRA layers, graph": graph.graphed(graph.ours(kernels="fused")),
     }
+    variants["NA-LoRA, fused LoRA layers, Liger's norms and rotary embedding, graph"] = liger.graphed(
+        liger.ours(kernels="fused")
+    )
     if not args.no_compile:
-        compiled = setups["compiled"]
+        setups["compiled"] = compiled = training()
         variants["NA-LoRA, model untouched, compiled, graph"] = compiled.graphed(compiled.ours(), compiled=True)
     results = harness.interleave(variants, args.rounds, args.steps, args.warmup)
     setting = f"smollm2-135m shapes, {args.batch}x{args.length}"

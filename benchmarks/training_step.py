@@ -73,11 +73,7 @@ def main() -> None:
     }
     resident = torch.cuda.memory_allocated() / 2**30
     liger = Training(build(shape, checkpointing=args.checkpointing, liger=True), args.batch, args.length)
-    with_liger = {
-        "PEFT LoRA + Liger": liger.plain,
-        "NA-LoRA, everything on": liger.ours(kernels="fused"),
-        "NA-LoRA, everything on, graph": liger.graphed(liger.ours(kernels="fused")),
-    }
+    with_liger = {"PEFT LoRA + Liger": liger.plain, "NA-LoRA, everything on": liger.ours(kernels="fused")}
     other = torch.cuda.memory_allocated() / 2**30 - resident
     measured = {name: each for name, each in (variants | with_liger).items() if not args.only or name in args.only}
     results = harness.interleave(measured, args.rounds, args.steps, args.warmup)

@@ -183,3 +183,33 @@ def test_partial_adapters_and_plain_ffns_are_left_to_peft():
         logits.sum().backward()
         assert controller._groups[0].tokens.tolist() == [48, 48]
         controller.detach()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes computes 4-bit layers in half precision there")
+def test_a_4_bit_base_is_unpacked_for_the_moment():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, (inner, outer) in {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}.items():
+                setattr(self, name, bitsandbytes.nn.Linear4bit(inner, outer, bias=False, compute_dtype=torch.float32))
+
+        def forward(self, x):
+            return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    torch.manual_seed(0)
+    model = tiny.with_lora(torch.nn.Sequential(Gated()).to("cpu"), target_modules=["gate", "up", "down"], lora_b=0.5)
+    x = torch.randn(3, 5, 64)
+    results = []
+    for kernels in ("off", "fused"):
+        controller = nalora.attach(model, AdamW(tiny.trainable(model)), kernels=kernels)
+        assert ("forward" in vars(model.base_model.model[0])) == (kernels == "fused")
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.clone() for p in tiny.trainable(model))])
+        controller.detach()
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
