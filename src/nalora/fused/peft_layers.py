@@ -31,7 +31,8 @@ def frozen_weight(layer: nn.Module) -> Weight | None:
         return None
     if type(layer) is peft_layer.Linear and type(base) is nn.Linear:
         return lambda dtype: base.weight.to(dtype)
-    if type(layer).__name__ == "Linear4bit" and type(base).__name__ == "Linear4bit":
+    # PEFT's own Linear stands over a 4-bit layer too, where transformers did not quantise the model.
+    if type(layer).__name__ in ("Linear", "Linear4bit") and type(base).__name__ == "Linear4bit":
         from bitsandbytes.functional import dequantize_4bit
 
         return lambda dtype: dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
