@@ -1,0 +1,68 @@
+"""Tasks by name: real data, and scoring that can be trusted."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError
+from nalora.tasks.task import Example, Scores, Task
+
+__all__ = ["Example", "Scores", "Task", "get", "names"]
+
+# The module that knows a task; loaded when the task is asked for, since many bring packages of their own.
+_MODULES = {
+    "gsm8k": "math",
+    "humaneval": "code",
+    "mbpp": "code",
+    "mt-bench": "chat",
+    **dict.fromkeys(("mnli", "sst2", "cola", "qnli", "mrpc"), "glue"),
+    **dict.fromkeys(("cars", "dtd", "eurosat", "gtsrb", "resisc45", "sun397", "svhn"), "images"),
+    "digits": "images",
+}
+_GYM = "gym/"
+
+
+def names() -> list[str]:
+    """Every task by name; ``gym/FAMILY`` stands for all families of reasoning-gym."""
+    return [*_MODULES, f"{_GYM}FAMILY"]
+
+
+def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
+    """The task of that name.
+
+    Args:
+        name: one of `names()`.
+        data_dir: a folder with the data set's files, in place of the hub.
+        options: settings of the task itself, such as the training set.
+
+    Raises:
+        NALoRAError: no such task, an option it does not have, or data that is not there.
+    """
+    if name.startswith(_GYM):
+        module = "gym"
+    elif name in _MODULES:
+        module = _MODULES[name]
+    else:
+        close = difflib.get_close_matches(name, [*_MODULES], 1)
+        raise NALoRAError(
+            f"task {name!r}",
+            found="no task of that name",
+            expected=f"one of {', '.join(names())}",
+            fix=f"did you mean {close[0]!r}?" if close else "see `nalora tasks`",
+        )
+    make = import_module(f"nalora.tasks.{module}").make
+    try:
+        task: Task = make(name, data_dir=data_dir, **options)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise NALoRAError(
+            f"task {name!r}",
+            found=str(error).partition(") ")[2] or str(error),
+            expected="options that the task has",
+            fix="see `nalora tasks` and the comments of the recipes",
+        ) from error
+    return task

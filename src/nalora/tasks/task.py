@@ -1,0 +1,87 @@
+"""What a task is: examples to learn from, questions to ask, and a way to score what was written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+# Text tasks are written by decoders ("causal") or encoder-decoders ("seq2seq"); "clip" tasks choose a class of images.
+ModelKind = Literal["causal", "seq2seq", "clip"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One thing to learn, or to be asked.
+
+    Args:
+        id: names it in files of outputs; stable over runs and machines.
+        prompt: what the model reads, complete: templates are already filled in.
+        target: what it should write, without an end-of-sequence token; empty where nobody knows.
+        follow_ups: further turns of a conversation, asked after the answers to the earlier ones.
+        facts: what scoring needs besides: the number, the unit tests, the label.
+    """
+
+    id: str
+    prompt: str
+    target: str = ""
+    follow_ups: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+# One example's marks by the name of the measure, each from 0 to 1 unless the measure says otherwise.
+Scores = dict[str, float]
+
+
+class Task:
+    """A family member, made by name with `nalora.tasks.get`.
+
+    A subclass sets the class fields, gives `train_examples`, `test_examples` and `score`, and overrides `summarise`
+    only for measures that are no mean over examples.
+    """
+
+    name: ClassVar[str] | str
+    title: ClassVar[str] | str
+    # The measure that decides, then the others; `score` gives all of them.
+    measures: ClassVar[tuple[str, ...]] | tuple[str, ...] = ("accuracy",)
+    models: ClassVar[tuple[ModelKind, ...]] = ("causal",)
+    max_new_tokens: ClassVar[int] | int = 256
+    # Writing stops where one of these texts appears; it is cut off.
+    stop: ClassVar[tuple[str, ...]] = ()
+    # How many examples may be scored at the same time: more than one where scoring waits for others.
+    scoring_threads: ClassVar[int] = 1
+
+    def train_examples(self) -> Sequence[Example]:
+        """What is learnt from, in a fixed order."""
+        raise NotImplementedError
+
+    def test_examples(self) -> Sequence[Example]:
+        """What is asked, in a fixed order; never seen in training."""
+        raise NotImplementedError
+
+    def score(self, example: Example, outputs: Sequence[str]) -> Scores:
+        """The marks of what was written: one output, and one more for each follow-up."""
+        raise NotImplementedError
+
+    def summarise(self, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, float]:
+        """The measures over all examples: their means."""
+        return {name: sum(each[name] for each in scores) / len(scores) for name in self.measures}
+
+    def chance(self, examples: Sequence[Example]) -> dict[str, float]:
+        """What an answer that knows nothing scores, by the name of that answer (majority class); often nothing."""
+        return {}
+
+    def prepare_scoring(self) -> None:
+        """Refuse now, before hours of writing, what would make scoring fail afterwards.
+
+        Raises:
+            NALoRAError: a sandbox, a key or a server that scoring needs is not there.
+        """
+
+
+def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """(the rest, a share of the examples drawn by the seed): a validation split of the training set."""
+    chosen = set(random.Random(seed).sample(range(len(examples)), round(share * len(examples))))
+    rest = [each for i, each in enumerate(examples) if i not in chosen]
+    return rest, [examples[i] for i in sorted(chosen)]
