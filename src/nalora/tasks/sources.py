@@ -33,7 +33,7 @@ def hub_rows(task: str, dataset: str, split: str, name: str | None = None) -> Ro
     except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
         raise NALoRAError(
             task,
-            found=f"no dataset {dataset!r} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+            found=f"no dataset {dataset!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             expected=f"its split {split!r} from the hub",
             fix="check the network and `hf auth login`, or give data_dir=FOLDER",
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 # Text tasks are written by decoders ("causal") or encoder-decoders ("seq2seq"); "clip" tasks choose a class of images.
 ModelKind = Literal["causal", "seq2seq", "clip"]
@@ -37,20 +37,20 @@ Scores = dict[str, float]
 class Task:
     """A family member, made by name with `nalora.tasks.get`.
 
-    A subclass sets the class fields, gives `train_examples`, `test_examples` and `score`, and overrides `summarise`
+    A subclass sets the fields, gives `train_examples`, `test_examples` and `score`, and overrides `summarise`
     only for measures that are no mean over examples.
     """
 
-    name: ClassVar[str] | str
-    title: ClassVar[str] | str
+    name: str
+    title: str
     # The measure that decides, then the others; `score` gives all of them.
-    measures: ClassVar[tuple[str, ...]] | tuple[str, ...] = ("accuracy",)
-    models: ClassVar[tuple[ModelKind, ...]] = ("causal",)
-    max_new_tokens: ClassVar[int] | int = 256
+    measures: tuple[str, ...] = ("accuracy",)
+    models: tuple[ModelKind, ...] = ("causal",)
+    max_new_tokens: int = 256
     # Writing stops where one of these texts appears; it is cut off.
-    stop: ClassVar[tuple[str, ...]] = ()
+    stop: tuple[str, ...] = ()
     # How many examples may be scored at the same time: more than one where scoring waits for others.
-    scoring_threads: ClassVar[int] = 1
+    scoring_threads: int = 1
 
     def train_examples(self) -> Sequence[Example]:
         """What is learnt from, in a fixed order."""
