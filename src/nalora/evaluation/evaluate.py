@@ -1,0 +1,117 @@
+"""Evaluate one model on one task: write, score, summarise; whatever was finished is never done again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nalora.evaluation.intervals import bootstrap, wilson
+from nalora.evaluation.records import Records
+from nalora.evaluation.writing import Writer
+from nalora.models.loading import Loaded
+from nalora.tasks import Example, Scores, Task
+from nalora.training.data import Encoder
+from nalora.training.folder import write_json
+
+# (what is being done, how much of it, out of how much)
+Report = Callable[[str, int, int], None]
+
+
+def evaluate(
+    loaded: Loaded,
+    task: Task,
+    folder: Path,
+    *,
+    style: str = "plain",
+    limit: int | None = None,
+    batch_tokens: int = 32_768,
+    report: Report = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """The summary of a model on a task, with every output and every score kept in the folder.
+
+    Args:
+        loaded: the model, adapted or not.
+        task: what to ask.
+        folder: for outputs.jsonl, scores.jsonl and summary.json; what is there already is kept.
+        style: ``chat`` asks inside the tokenizer's chat template.
+        limit: only the first so many questions.
+        batch_tokens: see `Writer`.
+        report: hears of progress.
+
+    Raises:
+        NALoRAError: something that scoring needs is not there.
+    """
+    task.prepare_scoring()
+    examples = list(task.test_examples())[:limit]
+    outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
+    writing = _write(loaded, task, examples, outputs, style, batch_tokens, report)
+    _score(task, examples, outputs, scores, report)
+    summary = {
+        "task": task.name,
+        "examples": len(examples),
+        **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
+        "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
+        "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
+        **writing,
+    }
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def summarise(task: Task, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, Any]:
+    """Measures with their intervals, and what knowing nothing would score."""
+    measures: dict[str, Any] = {}
+    for name, value in task.summarise(examples, scores).items():
+        entry: dict[str, Any] = {"value": value}
+        if all(each.get(name) in (0.0, 1.0) for each in scores):
+            entry["binomial"] = wilson(sum(each[name] for each in scores), len(scores))
+
+        def of_drawn(drawn: Sequence[int], name: str = name) -> float:
+            return task.summarise([examples[i] for i in drawn], [scores[i] for i in drawn])[name]
+
+        entry["bootstrap"] = bootstrap(len(scores), of_drawn)
+        measures[name] = entry
+    return {"measures": measures, "chance": task.chance(examples)}
+
+
+def _write(
+    loaded: Loaded,
+    task: Task,
+    examples: Sequence[Example],
+    outputs: Records,
+    style: str,
+    batch_tokens: int,
+    report: Report,
+) -> dict[str, float]:
+    """Fill in the outputs that are missing; how fast that was."""
+    missing = [each for each in examples if each.id not in outputs]
+    if not missing:
+        return {}
+    encoder = Encoder(loaded.processor, loaded.spec.kind, style)
+    writer = Writer(
+        loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
+    )
+    began, tokens, done = time.perf_counter(), 0, len(examples) - len(missing)
+    for answers in writer.write(missing):
+        outputs.add([
+            {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
+        ])  # fmt: skip
+        tokens += sum(answer.tokens for answer in answers)
+        done += len(answers)
+        report("writing", done, len(examples))
+    seconds = time.perf_counter() - began
+    return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
+
+
+def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:
+    missing = [each for each in examples if each.id not in scores]
+    done = len(examples) - len(missing)
+    with ThreadPoolExecutor(task.scoring_threads) as pool:
+        marks = pool.map(lambda each: task.score(each, outputs.rows[each.id]["outputs"]), missing)
+        for example, marked in zip(missing, marks, strict=True):
+            scores.add([{"id": example.id, "scores": marked}])
+            done += 1
+            report("scoring", done, len(examples))

@@ -1,0 +1,38 @@
+"""How sure a measured share or mean is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """The 95 % interval of a measure."""
+
+    low: float
+    high: float
+
+
+def wilson(successes: float, n: int, z: float = 1.959963984540054) -> Interval:
+    """The binomial interval of a share (Wilson's): right at 0 and 1 too, where the usual one has no width."""
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+def bootstrap(n: int, measure: Callable[[Sequence[int]], float], draws: int = 1000, seed: int = 0) -> Interval:
+    """The percentile interval of any measure over examples drawn again with replacement.
+
+    Args:
+        n: how many examples there are.
+        measure: of the examples with these indices.
+        draws: how often.
+        seed: the same interval for the same seed.
+    """
+    chance = random.Random(seed)
+    values = sorted(measure(chance.choices(range(n), k=n)) for _ in range(draws))
+    low, high = (values[min(draws - 1, round(q * (draws - 1)))] for q in (0.025, 0.975))
+    return Interval(low, high)

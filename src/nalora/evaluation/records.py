@@ -1,0 +1,43 @@
+"""Rows that survive a kill: appended one by one, read back up to the last whole line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nalora.training.folder import read_jsonl
+
+
+class Records:
+    """A JSON-lines file of rows by id. What is in it is never done again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in read_jsonl(path)}
+        if path.is_file():
+            self._cut_after_whole_lines()
+
+    def _cut_after_whole_lines(self) -> None:
+        """Remove a line that a kill cut short, lest the next row be written onto its end."""
+        whole = sum(len(line) for line in self._whole_lines())
+        if whole < self.path.stat().st_size:
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+
+    def _whole_lines(self) -> list[bytes]:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        return lines[: len(read_jsonl(self.path))] if lines and not lines[-1].endswith(b"\n") else lines
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.rows
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Append finished rows; on disk before this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows |= {row["id"]: row for row in rows}

@@ -1,0 +1,116 @@
+"""Greedy answers to many prompts: long ones together, short ones together, padded on the left and masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nalora.tasks import Example
+from nalora.training.data import Encoder
+
+
+class Answer(NamedTuple):
+    """What a model wrote for an example: one output for each turn, and how many tokens that took."""
+
+    example: Example
+    outputs: list[str]
+    tokens: int
+    finished: bool
+
+
+class Writer:
+    """Writes the answers of one model.
+
+    Args:
+        model: in evaluation mode.
+        encoder: gives the very tokens that training saw.
+        max_new_tokens: for each turn.
+        stop: texts at which writing ends; what follows is cut off.
+        batch_tokens: prompts and room for answers of one batch, together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        encoder: Encoder,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        batch_tokens: int = 32_768,
+    ) -> None:
+        self.model: Any = model
+        self.encoder, self.max_new_tokens, self.stop, self.batch_tokens = encoder, max_new_tokens, stop, batch_tokens
+        self.device = next(model.parameters()).device
+
+    def write(self, examples: Sequence[Example]) -> Iterator[list[Answer]]:
+        """The answers, a batch at a time; batches of like length, the longest first, so that memory is known early."""
+        lengths = {each.id: len(self.encoder.prompt([each.prompt])) for each in examples}
+        waiting = sorted(examples, key=lambda each: (-lengths[each.id], each.id))
+        while waiting:
+            longest = lengths[waiting[0].id] + self.max_new_tokens
+            size = max(1, self.batch_tokens // longest)
+            batch, waiting = waiting[:size], waiting[size:]
+            yield self._answer(batch)
+
+    def _answer(self, batch: list[Example]) -> list[Answer]:
+        conversations = [[each.prompt] for each in batch]
+        outputs: list[list[str]] = [[] for _ in batch]
+        tokens, finished = [0] * len(batch), [True] * len(batch)
+        for turn in range(1 + max(len(each.follow_ups) for each in batch)):
+            asked = [i for i, each in enumerate(batch) if turn <= len(each.follow_ups)]
+            if turn:
+                for i in asked:
+                    conversations[i] += [outputs[i][-1], batch[i].follow_ups[turn - 1]]
+            texts = self._generate([self.encoder.prompt(conversations[i]) for i in asked])
+            for i, (text, count, ended) in zip(asked, texts, strict=True):
+                outputs[i].append(text)
+                tokens[i] += count
+                finished[i] &= ended
+        return [Answer(*each) for each in zip(batch, outputs, tokens, finished, strict=True)]
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]]) -> list[tuple[str, int, bool]]:
+        """(text, tokens written, whether it came to an end) of each prompt."""
+        tokenizer = self.encoder.tokenizer
+        longest = max(map(len, prompts))
+        pads = [longest - len(prompt) for prompt in prompts]
+        ids = [[tokenizer.pad_token_id] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+        mask = [[0] * pad + [1] * len(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+        options: dict[str, Any] = {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
+        written = self.model.generate(
+            input_ids=torch.tensor(ids, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=self._ends(),
+            **options,
+        )
+        if self.encoder.kind == "causal":
+            written = written[:, longest:]
+        return [self._read(row) for row in written.tolist()]
+
+    def _ends(self) -> list[int]:
+        """The tokens that end an answer: the tokenizer's, and those the model was released with."""
+        own = getattr(self.model.generation_config, "eos_token_id", None)
+        own = own if isinstance(own, list) else [own]
+        return list(dict.fromkeys(e for e in (self.encoder.tokenizer.eos_token_id, *own) if e is not None))
+
+    def _read(self, row: list[int]) -> tuple[str, int, bool]:
+        ends = set(self._ends())
+        skip = 1 if self.encoder.kind == "seq2seq" else 0  # a decoder's start token
+        count = next((i + 1 for i, token in enumerate(row[skip:]) if token in ends), len(row) - skip)
+        ended = any(token in ends for token in row[skip:])
+        text: str = self.encoder.tokenizer.decode(row[skip : skip + count], skip_special_tokens=True)
+        cuts = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        return (text[: min(cuts)] if cuts else text), count, ended or bool(cuts)
+
+
+Progress = Callable[[int, int], None]

@@ -1,0 +1,111 @@
+"""What happens beside the steps: the progress bar, rows of metrics, whole checkpoints, a Ctrl-C that loses nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from nalora.training.folder import COMPLETE, RunFolder
+
+
+class RunRecord(TrainerCallback):  # type: ignore[misc]
+    """Writes metrics and marks checkpoints that are whole."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.began = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """One row for each logged step."""
+        if state.is_world_process_zero and logs and "loss" in logs:
+            row = {"step": state.global_step, **logs, "seconds": round(time.perf_counter() - self.began, 3)}
+            with self.folder.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The checkpoint is complete: nothing more will be written into it."""
+        if state.is_world_process_zero:
+            (self.folder.checkpoints / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
+
+class GracefulStop(TrainerCallback):  # type: ignore[misc]
+    """The first Ctrl-C (or SIGTERM) ends the run after the step it is in, with a checkpoint; the second at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Listen."""
+        self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Save and stop, if asked to."""
+        if self.asked:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Give the signals back."""
+        self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """Also after an error, which no callback hears of."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class ProgressBar(TrainerCallback):  # type: ignore[misc]
+    """Steps, loss, and for NA-LoRA what the gates do."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[live]}"), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+        )  # fmt: skip
+        self.title = title
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show the bar, at the step that a resumed run starts from."""
+        if state.is_world_process_zero:
+            self.task = self.progress.add_task(
+                self.title, total=state.max_steps, completed=state.global_step, live="loss –"
+            )
+            self.progress.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One step further."""
+        if state.is_world_process_zero:
+            self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """The latest loss, regime shares and step scales."""
+        if state.is_world_process_zero and logs and "loss" in logs:
+            live = f"loss {float(logs['loss']):.3f}"
+            gates = {name.removeprefix("nalora/"): value for name, value in logs.items() if name.startswith("nalora/")}
+            if gates:
+                shares = "/".join(f"{gates[name]:.2f}" for name in ("p_sup", "p_res", "p_pos"))
+                scales = "/".join(f"{gates[f'scale_{name}']:.2f}" for name in ("gate", "up", "down"))
+                live += f" · sup/res/pos {shares} · scales {scales}"
+            self.progress.update(self.task, live=live)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the finished bar on the screen."""
+        self.close()
+
+    def close(self) -> None:
+        """Also after an error, which no callback hears of."""
+        self.progress.stop()

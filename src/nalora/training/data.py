@@ -1,0 +1,160 @@
+"""Examples as rows of tokens: the loss sees targets alone, and what does not fit is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nalora.errors import NALoRAError
+from nalora.tasks import Example
+
+IGNORED = -100
+Row = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns examples into tokens.
+
+    Prompt and target are tokenised apart and joined, so that no token holds a piece of both: a prompt's tokens are
+    never trained on, and generation starts from exactly the tokens that training saw.
+
+    Args:
+        tokenizer: the model's.
+        kind: ``causal`` or ``seq2seq``.
+        style: ``chat`` puts the prompt into the tokenizer's chat template.
+    """
+
+    tokenizer: Any
+    kind: str = "causal"
+    style: str = "plain"
+
+    def __post_init__(self) -> None:
+        if self.style == "chat" and not getattr(self.tokenizer, "chat_template", None):
+            raise NALoRAError(
+                "prompt_style: chat",
+                found="a tokenizer without a chat template",
+                expected="an instruction-tuned model",
+                fix="set prompt_style: plain",
+            )
+
+    def prompt(self, turns: Sequence[str]) -> list[int]:
+        """The tokens a model reads before it writes: a user's turn, or a conversation that ends with one."""
+        if self.style == "chat":
+            roles = ("user", "assistant")
+            messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        ids = list(self.tokenizer("".join(turns)).input_ids)
+        # Some tokenizers close every text: a decoder must not read that before it writes.
+        if self.kind == "causal" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return ids
+
+    def target(self, text: str) -> list[int]:
+        """The tokens a model should write, with the end of the sequence."""
+        return [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+
+    def row(self, example: Example) -> Row:
+        """A training row: input tokens and, at targets alone, labels."""
+        prompt, target = self.prompt([example.prompt]), self.target(example.target)
+        if self.kind == "seq2seq":
+            return {"input_ids": prompt, "labels": target}
+        return {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """What is trained on, and what had to give way."""
+
+    rows: list[Row]
+    examples: int
+    dropped: int
+    cut: int
+
+    @property
+    def target_tokens(self) -> int:
+        """How many tokens the loss sees in one pass."""
+        return sum(label != IGNORED for row in self.rows for label in row["labels"])
+
+
+def encode(
+    examples: Sequence[Example], encoder: Encoder, max_length: int, *, too_long: str = "drop", packing: bool = False
+) -> TrainingRows:
+    """All examples as rows of at most `max_length` tokens, in their order.
+
+    Raises:
+        NALoRAError: no example fits.
+    """
+    rows: list[Row] = []
+    dropped = cut = 0
+    for example in examples:
+        row = encoder.row(example)
+        longest = max(map(len, row.values()))
+        if longest > max_length:
+            # A row cut inside its prompt has no target left: nothing to learn from.
+            learns = encoder.kind == "seq2seq" or any(label != IGNORED for label in row["labels"][:max_length])
+            if too_long == "drop" or not learns:
+                dropped += 1
+                continue
+            cut += 1
+            row = {name: ids[:max_length] for name, ids in row.items()}
+        rows.append(row)
+    if not rows:
+        raise NALoRAError(
+            "training data",
+            found=f"{len(examples)} examples, none of at most {max_length} tokens",
+            expected="examples that fit",
+            fix="raise max_length",
+        )
+    if packing:
+        rows = pack(rows, max_length)
+    return TrainingRows(rows, len(examples), dropped, cut)
+
+
+def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
+    """Rows joined in order, as many as fit. Positions start anew at each, which is how attention keeps them apart."""
+    packed: list[Row] = []
+    for row in rows:
+        length = len(row["input_ids"])
+        if not packed or len(packed[-1]["input_ids"]) + length > max_length:
+            packed.append({"input_ids": [], "labels": [], "position_ids": []})
+        last = packed[-1]
+        last["input_ids"] += row["input_ids"]
+        # The first token of a packed example is predicted by nothing that belongs to it.
+        last["labels"] += [IGNORED, *row["labels"][1:]]
+        last["position_ids"] += range(length)
+    return packed
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads rows to the longest of a batch; the mask says which tokens are real.
+
+    Packed rows become one long row without pads or mask: their positions say where each example begins.
+    """
+
+    pad_token_id: int
+    kind: str = "causal"
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """A batch of tensors."""
+        if "position_ids" in rows[0]:
+            return self._packed(rows)
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        batch = {name: _padded([row[name] for row in rows], value) for name, value in padding.items()}
+        batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], 0)
+        return batch
+
+    def _packed(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        names = ("input_ids", "labels", "position_ids")
+        return {name: torch.tensor([[value for row in rows for value in row[name]]]) for name in names}
+
+
+def _padded(rows: list[list[int]], value: int) -> Tensor:
+    length = max(map(len, rows))
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows])

@@ -1,0 +1,142 @@
+"""A run's folder: everything needed to read, repeat and resume it.
+
+run.yaml          every setting with its value
+environment.json  versions, hardware, the command
+metrics.jsonl     a row for every logged step
+checkpoints/      to resume from; each one whole or not counted
+adapter/          the ordinary PEFT adapter (model/ after full fine-tuning)
+evaluations/      outputs, scores and summaries by task
+result.json       what it came to; there only when the run is finished
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nalora.errors import NALoRAError
+
+_PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
+# Written last into a checkpoint: a folder without it was being written when the run was killed.
+COMPLETE = "complete"
+
+
+class RunFolder:
+    """Knows where things are; `open` decides whether a run may start there."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.settings = self.path / "run.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.adapter = self.path / "adapter"
+        self.model = self.path / "model"
+        self.evaluations = self.path / "evaluations"
+        self.result = self.path / "result.json"
+
+    def open(self, settings: dict[str, Any], *, resume: bool) -> Path | None:
+        """Make the folder ready; the checkpoint to resume from, None for a start from the beginning.
+
+        Raises:
+            NALoRAError: another run is there, or one to resume is not, or was begun with other settings.
+        """
+        import yaml
+
+        if resume:
+            if not self.settings.is_file():
+                raise NALoRAError(
+                    str(self.path), found="no run", expected="one to resume", fix="leave --resume out to start it"
+                )
+            before = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+            changed = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
+            if changed:
+                raise NALoRAError(
+                    str(self.path),
+                    found=f"a run begun with other settings: {', '.join(changed)}",
+                    expected="the settings it was begun with",
+                    fix="give those, or another output=",
+                )
+            return self.latest_checkpoint()
+        if self.settings.is_file():
+            state = "a finished run" if self.result.is_file() else "an unfinished run"
+            raise NALoRAError(
+                str(self.path), found=state, expected="a folder of its own", fix="add --resume, or give another output="
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "environment.json", environment())
+        _write_whole(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        return None
+
+    def latest_checkpoint(self) -> Path | None:
+        """The last checkpoint that was written to its end; broken ones after it are removed."""
+        numbered = sorted(self.checkpoints.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+        for checkpoint in reversed(numbered):
+            if (checkpoint / COMPLETE).is_file():
+                return checkpoint
+            shutil.rmtree(checkpoint)
+        return None
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the rows of steps that will be done again, and a row cut short by a kill."""
+        if self.metrics.is_file():
+            kept = [row for row in read_jsonl(self.metrics) if row.get("step", 0) <= step]
+            _write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write what the run came to."""
+        write_json(self.result, result)
+
+
+def environment() -> dict[str, Any]:
+    """What the run was made with and on."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    cuda = torch.cuda.is_available()
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "devices": torch.cuda.device_count() if cuda else 0,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    _write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that may have been cut short in its last line."""
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

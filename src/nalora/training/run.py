@@ -1,0 +1,210 @@
+"""Train one run: load, prepare, train with `transformers.Trainer`, save an ordinary adapter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.data import Dataset
+
+from nalora import tasks
+from nalora.errors import NALoRAError
+from nalora.models import loading
+from nalora.models.loading import Loaded
+from nalora.tasks import Task
+from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
+from nalora.training.data import Collator, Encoder, Row, TrainingRows, encode
+from nalora.training.folder import RunFolder
+from nalora.training.settings import Run, RunSettings
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
+    """The run was stopped at a step from which it can be resumed."""
+
+
+def train(run: Run, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Train, save, and give what `result.json` says.
+
+    Raises:
+        NALoRAError: something is not there, or the folder holds another run.
+        Interrupted: stopped by Ctrl-C, with a checkpoint.
+    """
+    settings, console = run.settings, console or Console(quiet=True)
+    folder = RunFolder(settings.output or "runs/run")
+    checkpoint = folder.open(run.to_dict(), resume=resume)
+    if resume and folder.result.is_file():
+        console.print(f"{folder.path} is already finished", highlight=False)
+        return _read_result(folder)
+    task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
+    with console.status(f"loading {settings.model}"):
+        loaded = loading.load(settings.model_spec(kind_of(task, settings)))
+    rows, dataset, collator = training_data(task, loaded, settings)
+    for line in described(rows):
+        console.print(line, highlight=False)
+    loaded.model.train()
+    model = run.method.prepare(loaded.model, settings.adapter(), settings.seed)
+    stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
+    trainer = make_trainer(run, model, dataset, collator, [RunRecord(folder), stop, bar])
+    run.method.attach(trainer)
+    folder.forget_metrics_after(_step_of(checkpoint))
+    began = time.perf_counter()
+    try:
+        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        bar.close()
+        stop.stop_listening()
+    if stop.asked and trainer.state.global_step < trainer.state.max_steps:
+        raise Interrupted(f"stopped after step {trainer.state.global_step}; go on with --resume")
+    result = {
+        "method": run.method.name,
+        "model": settings.model,
+        "task": settings.task,
+        "steps": trainer.state.global_step,
+        "train_loss": outcome.training_loss,
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "seconds": round(time.perf_counter() - began, 2),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
+        **(rows_summary(rows) if rows else {}),
+    }
+    if trainer.is_world_process_zero():
+        save: Any = model
+        save.save_pretrained(folder.model if run.method.name == "full" else folder.adapter)
+        folder.finish(result)
+    return result
+
+
+def kind_of(task: Task, settings: RunSettings) -> str:
+    """Which kind of model the task gets: for a task that several kinds can do, the one this model is."""
+    if len(task.models) == 1 or settings.model in loading.NAMED:
+        return "causal" if settings.model in loading.NAMED and "causal" in task.models else task.models[0]
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError):  # loading says what is wrong, with the fix
+        return task.models[0]
+    wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
+    return wanted if wanted in task.models else task.models[0]
+
+
+class RowDataset(Dataset[Row]):
+    """Rows that a Trainer can draw from."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def training_data(task: Task, loaded: Loaded, settings: RunSettings) -> tuple[TrainingRows | None, Any, Any]:
+    """(rows with what was left out, dataset, collator) of the task for this model."""
+    if loaded.spec.kind == "clip":
+        raise NALoRAError(
+            f"task {task.name!r}", found="a task of pictures", expected="a task of text", fix="use a CLIP recipe"
+        )
+    examples = task.train_examples()
+    if settings.train_limit:
+        examples = examples[: settings.train_limit]
+    encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
+    rows = encode(examples, encoder, settings.max_length, too_long=settings.too_long, packing=settings.packing)
+    return rows, RowDataset(rows.rows), Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+
+
+def rows_summary(rows: TrainingRows) -> dict[str, int]:
+    """What the result says of the data."""
+    return {
+        "examples": rows.examples,
+        "rows": len(rows.rows),
+        "dropped_too_long": rows.dropped,
+        "cut_too_long": rows.cut,
+        "target_tokens": rows.target_tokens,
+    }
+
+
+def described(rows: TrainingRows | None) -> list[str]:
+    """What a user should know of the data before training starts."""
+    if rows is None:
+        return []
+    lines = [f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to learn"]
+    if rows.dropped or rows.cut:
+        lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
+    return lines
+
+
+def make_trainer(run: Run, model: Any, dataset: Any, collator: Any, callbacks: list[Any]) -> Any:
+    """A `transformers.Trainer` with the run's settings."""
+    from transformers import Trainer, TrainingArguments
+
+    settings = run.settings
+    devices = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else _launched_processes()
+    micro = settings.micro_batch_size or max(1, settings.batch_size // devices)
+    if settings.batch_size % (micro * devices):
+        raise NALoRAError(
+            f"batch_size: {settings.batch_size}",
+            found=f"{devices} processes with micro_batch_size {micro}",
+            expected="a multiple of their product",
+            fix=f"set micro_batch_size to a divisor of {settings.batch_size // devices}",
+        )
+    device = settings.device or loading.best_device()
+    dtype = settings.dtype or loading.default_dtype(device)
+    arguments = TrainingArguments(
+        output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=settings.batch_size // (micro * devices),
+        learning_rate=settings.learning_rate,
+        num_train_epochs=settings.epochs,
+        max_steps=settings.steps or -1,
+        lr_scheduler_type=settings.schedule,
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_norm,
+        optim=settings.optimizer,
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        use_cpu=device == "cpu",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        logging_steps=settings.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if settings.save_every else "no",
+        save_steps=settings.save_every or 500,
+        # Two, so that one whole checkpoint is there while the next is being written.
+        save_total_limit=2,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        report_to=settings.report_to,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=device.startswith("cuda"),
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _launched_processes() -> int:
+    import os
+
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+
+
+def _read_result(folder: RunFolder) -> dict[str, Any]:
+    import json
+
+    result: dict[str, Any] = json.loads(folder.result.read_text(encoding="utf-8"))
+    return result

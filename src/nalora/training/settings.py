@@ -1,0 +1,263 @@
+"""What a run is told to do: one flat YAML file, checked as a whole before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from nalora import methods, tasks
+from nalora.errors import NALoRAError
+from nalora.methods.method import Adapter, Method
+from nalora.models.loading import ModelSpec
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A run's own settings; those of its method and its task stand beside them in the file.
+
+    Args:
+        model: ``smollm2-135m``, a hub id, a local folder or a ``.gguf`` file.
+        task: what is learnt and asked, see `nalora tasks`.
+        method: how, see `nalora methods`.
+        output: the run's folder.
+        data_dir: a folder with the task's files, in place of the hub.
+        seed: of the adapter, the order of the data and dropout.
+        rank: r.
+        alpha: α; the LoRA scaling is α/r.
+        dropout: on the adapters' inputs.
+        target_modules: names of layers, or ``all-linear``.
+        learning_rate: the highest.
+        epochs: passes over the training set; not asked where `steps` is given.
+        steps: optimizer steps.
+        batch_size: examples in one optimizer step, over all devices.
+        micro_batch_size: examples in one forward pass on one device.
+        schedule: how the learning rate falls.
+        warmup: the share of the steps in which it rises.
+        weight_decay: decoupled.
+        max_norm: gradients are clipped to this norm; 0 leaves them.
+        optimizer: one of transformers' names.
+        max_length: tokens of prompt and target together.
+        too_long: what happens to longer examples: left out, or cut at the end.
+        packing: several examples in one row, each attending to itself alone.
+        prompt_style: prompts as the task writes them, or inside the tokenizer's chat template.
+        train_limit: at most so many examples.
+        dtype: of the base model's weights.
+        device: where; the best there is by default.
+        attention: transformers' attention implementation.
+        quantise: 4bit or 8bit base weights.
+        revision: of the model on the hub.
+        trust_remote_code: whether code from the hub may run.
+        gradient_checkpointing: recompute activations in the backward pass.
+        log_every: steps between rows of metrics.
+        save_every: steps between checkpoints; 0: only at the end or when interrupted.
+        report_to: loggers of transformers, such as wandb or tensorboard.
+    """
+
+    model: str
+    task: str
+    method: str = "lora"
+    output: str | None = None
+    data_dir: str | None = None
+    seed: int = 0
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    learning_rate: float = 1e-4
+    epochs: float = 1.0
+    steps: int | None = None
+    batch_size: int = 32
+    micro_batch_size: int | None = None
+    schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    warmup: float = 0.03
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    optimizer: str = "adamw_torch"
+    max_length: int = 1024
+    too_long: Literal["drop", "cut"] = "drop"
+    packing: bool = False
+    prompt_style: Literal["plain", "chat"] = "plain"
+    train_limit: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    device: str | None = None
+    attention: str | None = None
+    quantise: Literal["4bit", "8bit"] | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    log_every: int = 10
+    save_every: int = 0
+    report_to: str | list[str] = "none"
+
+    def model_spec(self, kind: Any) -> ModelSpec:
+        """The model that the run asks for."""
+        names = ("dtype", "device", "attention", "quantise", "revision", "trust_remote_code")
+        return ModelSpec(self.model, kind, **{name: getattr(self, name) for name in names})
+
+    def adapter(self) -> Adapter:
+        """The adapter that the run asks for."""
+        return Adapter(self.rank, self.alpha, self.dropout, self.target_modules)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that can start: everything in the file was understood."""
+
+    settings: RunSettings
+    method: Method
+    task_options: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings with their values, flat as in the file."""
+        return dataclasses.asdict(self.settings) | dataclasses.asdict(self.method) | self.task_options
+
+
+# Limits that a type does not say: (setting, holds, what is expected).
+_LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
+    *((name, lambda v: v >= 1, "1 or more") for name in ("rank", "batch_size", "max_length", "log_every")),
+    *((name, lambda v: v is None or v >= 1, "1 or more") for name in ("steps", "micro_batch_size", "train_limit")),
+    *((name, lambda v: v >= 0, "0 or more") for name in ("weight_decay", "max_norm", "save_every", "seed")),
+    ("dropout", lambda v: 0 <= v < 1, "a number in [0, 1)"),
+    ("warmup", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
+)
+
+
+def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """The run that a YAML file and ``key=value`` arguments describe.
+
+    Raises:
+        NALoRAError: no such file, no YAML, or settings that are not right: all of them in one message.
+    """
+    import yaml
+
+    path = Path(file)
+    if not path.is_file():
+        raise NALoRAError(str(path), found="no such file", expected="a run's YAML file", fix="see recipes/")
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise NALoRAError(str(path), found=line, expected="YAML", fix="one `key: value` a line") from error
+    if not isinstance(given, dict):
+        raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see recipes/")
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise NALoRAError(override, found="no =", expected="key=value", fix=f"write {override}=VALUE")
+        given[key] = yaml.safe_load(value) if value else None
+    if given.get("output") is None:
+        given["output"] = str(Path("runs") / path.stem)
+    return check(given, where=str(path))
+
+
+def check(given: dict[str, Any], where: str = "run") -> Run:
+    """Understand settings.
+
+    Raises:
+        NALoRAError: every problem at once.
+    """
+    problems: list[str] = []
+    own = {each.name: each for each in dataclasses.fields(RunSettings)}
+    method = _method_of(given, problems)
+    task_keys = _task_options(given, problems)
+    options = method.options() if method else {}
+    known = [*own, *options, *task_keys]
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        fields = own if key in own else options
+        if key in fields:
+            hint = typing.get_type_hints(RunSettings if key in own else method)[key]
+            values[key] = _converted(key, value, hint, problems)
+        elif key in task_keys:
+            values[key] = value
+        else:
+            problems.append(f"{key}: no such setting{_nearest(key, known)}")
+    problems += [f"{name}: missing" for name in ("model", "task") if name not in given]
+    for name, holds, expected in _LIMITS:
+        if isinstance(values.get(name), int | float) and not holds(values[name]):
+            problems.append(f"{name}: {values[name]!r}, expected {expected}")
+    batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
+    if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
+        problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")
+    prepared = None
+    if method and not problems:
+        try:
+            prepared = method(**{key: value for key, value in values.items() if key in options})
+        except NALoRAError as error:
+            problems.append(str(error))
+    if problems or prepared is None:
+        raise NALoRAError(
+            where,
+            found=f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: " + "; ".join(problems),
+            expected="settings that a run has",
+            fix="correct them; recipes/laptop.yaml explains every setting",
+        )
+    settings = RunSettings(**{key: value for key, value in values.items() if key in own})
+    return Run(settings, prepared, {key: value for key, value in values.items() if key in task_keys})
+
+
+def _method_of(given: dict[str, Any], problems: list[str]) -> type[Method] | None:
+    try:
+        return methods.get(str(given.get("method", "lora")))
+    except NALoRAError as error:
+        problems.append(str(error))
+        return None
+
+
+def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:
+    """The settings that the task has of its own."""
+    if "task" not in given:
+        return []
+    try:
+        make = import_module(tasks.module_of(str(given["task"]))).make
+    except NALoRAError as error:
+        problems.append(str(error))
+        return []
+    return [name for name in inspect.signature(make).parameters if name not in ("name", "data_dir")]
+
+
+def _converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
+    """The value as the setting's type; YAML reads 1e-4 as a text."""
+    choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in choices:
+        return None
+    for choice in choices:
+        if typing.get_origin(choice) is Literal and value in typing.get_args(choice):
+            return value
+        if choice is bool and isinstance(value, bool):
+            return value
+        if choice is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if choice is float and not isinstance(value, bool):
+            try:
+                return float(value)
+            except (TypeError, ValueError):
+                continue
+        if choice is str and isinstance(value, str):
+            return value
+        if typing.get_origin(choice) is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return value
+    expected = " or ".join(_in_words(choice) for choice in choices)
+    problems.append(f"{key}: {value!r}, expected {expected}")
+    return value
+
+
+def _in_words(choice: Any) -> str:
+    if typing.get_origin(choice) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(choice)))
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "nothing"}
+    return words.get(choice, "a list of names")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
