@@ -22,7 +22,8 @@ SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_atte
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run the command line in this process: exit code, stdout, stderr."""
-    monkeypatch.setattr(cli, "_hush_libraries", lambda: None)
+    for commands in (cli.inspecting, cli.runs):
+        monkeypatch.setattr(commands, "hush_libraries", lambda: None)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["nalora", *arguments])

@@ -74,3 +74,36 @@ def sum_loss(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tenso
     if mask is not None:
         losses = losses * mask[:, 1:].flatten()
     return losses.sum() / 40
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A token for every printable character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "</s>", "<unk>", "\n", *map(chr, range(32, 127))]
+    made = Tokenizer(models.WordLevel({each: i for i, each in enumerate(characters)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    special = dict(pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def saved_llama(folder, layers: int = 2, hidden: int = 32) -> str:
+    """A folder with a small Llama and its tokenizer, as `from_pretrained` reads them."""
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(made),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=made.eos_token_id,
+        pad_token_id=made.pad_token_id,
+        bos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)

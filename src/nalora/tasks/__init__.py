@@ -73,3 +73,20 @@ def module_of(name: str) -> str:
             fix=f"did you mean {close[0]!r}?" if close else "see `nalora tasks`",
         )
     return f"nalora.tasks.{_MODULES[name]}"
+
+
+def described() -> list[tuple[str, str, str]]:
+    """(name, what it is, measures) of every task, without loading its data."""
+    return [(name, *_DESCRIPTIONS.get(name, _DESCRIPTIONS[_MODULES.get(name, "gym")])) for name in names()]
+
+
+_DESCRIPTIONS = {
+    "gsm8k": ("grade-school math; learns MetaMathQA or GSM8K's own training set", "accuracy, accuracy_published"),
+    "humaneval": ("164 Python functions; learns CodeFeedback", "pass_at_1"),
+    "mbpp": ("500 short Python programs; learns CodeFeedback or MBPP's own", "pass_at_1"),
+    "mt-bench": ("80 conversations of two turns, judged by a model; learns WizardLM", "rating, 1 to 10"),
+    "glue": ("a GLUE task as text to text", "accuracy; mcc for CoLA, f1 for MRPC"),
+    "images": ("classes of pictures for a CLIP", "accuracy"),
+    "digits": ("scikit-learn's digits for a CLIP; no network", "accuracy"),
+    "gym": ("any family of reasoning-gym, with its own scorer; no network", "accuracy, score"),
+}

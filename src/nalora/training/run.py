@@ -45,7 +45,9 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     rows, dataset, collator = training_data(task, loaded, settings)
     for line in described(rows):
         console.print(line, highlight=False)
-    loaded.model.train()
+    network: Any = loaded.model.train()
+    # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
+    caching, network.config.use_cache = network.config.use_cache, False
     model = run.method.prepare(loaded.model, settings.adapter(), settings.seed)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
     trainer = make_trainer(run, model, dataset, collator, [RunRecord(folder), stop, bar])
@@ -71,6 +73,7 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         **(rows_summary(rows) if rows else {}),
     }
     if trainer.is_world_process_zero():
+        network.config.use_cache = caching
         save: Any = model
         save.save_pretrained(folder.model if run.method.name == "full" else folder.adapter)
         folder.finish(result)

@@ -1,63 +1,20 @@
-"""The command line: what a user can ask nalora without writing Python."""
+"""`nalora inspect` and `nalora activations`: what nalora sees before any training."""
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from nalora import __version__
-from nalora.errors import NALoRAError
+from nalora.cli.screen import console, hush_libraries, table
 
 if TYPE_CHECKING:
     from nalora.inspection import Inspection
     from nalora.plan import Plan
 
-app = typer.Typer(
-    name="nalora",
-    help="Nonlinearity-Aware LoRA: train ordinary LoRA adapters with an eye on the FFN gates.",
-    no_args_is_help=True,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
-
-def main() -> None:
-    """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
-    try:
-        code = app(prog_name="nalora", standalone_mode=False)
-    except (NALoRAError, typer.TyperException) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        if message:  # empty after the help that stands in for missing arguments
-            print(f"nalora: {' '.join(message.split())}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"nalora {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-@app.command()
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A transformers folder, a config.json, a PEFT adapter folder, or a hub id.")
@@ -85,7 +42,7 @@ def inspect(
 
     Only the config is read, so an 8B model needs no weights and little memory.
     """
-    _hush_libraries()
+    hush_libraries()
     with Console(stderr=True).status(f"reading {escape(model)}"):
         from nalora.config import NALoRAConfig
         from nalora.inspection import inspect_model
@@ -100,71 +57,36 @@ def inspect(
             apply_to=apply_to,
         )
         seen = inspect_model(model, config, rank=rank, target_modules=[] if names == ["all-linear"] else names)
-    _print_inspection(_console(), seen)
+    _print_inspection(console(), seen)
 
 
-@app.command()
 def activations() -> None:
     """List the activations nalora knows in closed form, with the points that bound their responsive regime."""
     from nalora.activations import KNOWN
 
-    table = _table("activation", "lower", "upper", "step scaling")
+    rows = table("activation", "lower", "upper", "step scaling")
     for known in KNOWN:
         points = known.characteristic_points
         bounds = [f"{point:+.9f}" for point in points] if points else ["–", "–"]
         scaling = "regimes=derived" if known.degenerate_in_paper else "on"
-        table.add_row(known.name, *bounds, scaling if points else "off: no finite regimes")
-    _console().print(table)
+        rows.add_row(known.name, *bounds, scaling if points else "off: no finite regimes")
+    console().print(rows)
 
 
-@app.command()
-def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps for each method.")] = 36,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the adapter and of the data.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for metrics and results.")] = Path("runs/demo"),
-) -> None:
-    """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces; about five minutes on two CPU cores."""
-    _hush_libraries()
-    from nalora.demo import run
-
-    finished = run(_console(), steps=steps, seed=seed, folder=output)
-    if not finished:
-        raise typer.Exit(130)
-
-
-def _hush_libraries() -> None:
-    """Keep the notices of libraries out of what a command prints; its errors still come through."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-
-def _console() -> Console:
-    """Rich on stdout; in a pipe as wide as the tables want, so that no line is folded at 80 columns."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
-
-
-def _table(*columns: str, **options: Any) -> Table:
-    return Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
-
-
-def _print_inspection(console: Console, seen: Inspection) -> None:
+def _print_inspection(screen: Console, seen: Inspection) -> None:
     plan = seen.plan
     title = f"{seen.architecture}: {len(plan.blocks)} FFN blocks"
     columns = ("block", "projections", "activation", "width", "responsive range", "mask", "step scaling")
-    table = _table(*columns, title=title)
+    rows = table(*columns, title=title)
     reasons: list[str] = []
     for name, parts, *features, mask, scaling in plan.rows():
         controls = [_footnoted(control, reasons) for control in (mask, scaling)]
-        table.add_row(*map(escape, (_short(name), parts.replace(", ", "\n"), *features, *controls)))
-    console.print(table)
+        rows.add_row(*map(escape, (_short(name), parts.replace(", ", "\n"), *features, *controls)))
+    screen.print(rows)
     for number, reason in enumerate(reasons, 1):
-        console.print(f"[{number}] {reason}", markup=False, highlight=False)
+        screen.print(f"[{number}] {reason}", markup=False, highlight=False)
     for line in _facts(plan, seen):
-        console.print(line, markup=False, highlight=False)
+        screen.print(line, markup=False, highlight=False)
 
 
 def _footnoted(control: str, reasons: list[str]) -> str:
@@ -193,7 +115,3 @@ def _facts(plan: Plan, seen: Inspection) -> list[str]:
 
 def _short(name: str) -> str:
     return name.removeprefix("base_model.model.")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""`python -m nalora.cli`."""
+
+from nalora.cli import main
+
+main()

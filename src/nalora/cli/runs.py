@@ -1,0 +1,118 @@
+"""`nalora train`, `nalora evaluate` and `nalora demo`: runs and what came of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from nalora.cli.screen import console, hush_libraries, table
+
+INTERRUPTED = 130
+
+
+def train(
+    run: Annotated[Path, typer.Argument(help="The run's YAML file; recipes/laptop.yaml explains every setting.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings in place of the file's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+) -> None:
+    """Train one run; an ordinary PEFT adapter comes out. Ctrl-C leaves a run that --resume goes on with."""
+    hush_libraries()
+    from nalora.training.settings import read
+
+    described = read(run, settings or [])
+    from nalora.training.run import Interrupted
+    from nalora.training.run import train as train_run
+
+    screen = console()
+    try:
+        result = train_run(described, resume=resume, console=screen)
+    except Interrupted as stopped:
+        screen.print(str(stopped), highlight=False)
+        raise typer.Exit(INTERRUPTED) from None
+    steps, seconds, loss = result["steps"], result["seconds"], result["train_loss"]
+    screen.print(f"{steps} steps in {seconds:.0f} s, training loss {loss:.4f}", highlight=False)
+    screen.print(f"the run: {described.settings.output}", highlight=False)
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model.")],
+    task: Annotated[str | None, typer.Option(help="What to ask; a run's own task by default.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of the task.")] = None,
+    style: Annotated[
+        Literal["plain", "chat"] | None, typer.Option(help="Prompts as the task writes them, or as chat turns.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Prompt and answer tokens written at a time.")] = 32_768,
+    device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where outputs and scores go; the run's folder by default.")
+    ] = None,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Do not ask the base model too.")] = False,
+    unsafe_code: Annotated[
+        bool, typer.Option("--unsafe-code", help="Run generated programs without a sandbox, with limits alone.")
+    ] = False,
+) -> None:
+    """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
+    hush_libraries()
+    import yaml
+
+    from nalora.evaluation.targets import Request, evaluate_target
+
+    options: dict[str, Any] = {}
+    for each in option or []:
+        key, _, value = each.partition("=")
+        options[key] = yaml.safe_load(value)
+    if unsafe_code:
+        options["unsafe_code"] = True
+    request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base)
+    screen = console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
+        bars: dict[tuple[str, int], Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            # A new bar when the same work begins again for the next model.
+            number = sum(key[0] == what and progress.tasks[bar].finished for key, bar in bars.items())
+            bar = bars.setdefault((what, number), None)
+            if bar is None:
+                bar = bars[what, number] = progress.add_task(what, total=total)
+            progress.update(bar, completed=done)
+
+        summaries = evaluate_target(target, request, output=output, device=device, report=report)
+    print_summaries(screen, summaries)
+
+
+def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
+    """A row for each model and measure, with its interval, and what knowing nothing scores."""
+    first = next(iter(summaries.values()))
+    rows = table("asked", "measure", "value", "95 % interval", "examples", title=first["task"])
+    for who, summary in summaries.items():
+        for name, measured in summary["measures"].items():
+            low, high = measured.get("binomial") or measured["bootstrap"]
+            rows.add_row(who, name, f"{measured['value']:.4f}", f"{low:.4f} … {high:.4f}", str(summary["examples"]))
+    for who, value in first["chance"].items():
+        rows.add_row(who, "", f"{value:.4f}", "", str(first["examples"]))
+    screen.print(rows)
+    for who, summary in summaries.items():
+        if summary["unfinished"]:
+            screen.print(f"{who}: {summary['unfinished']} answers ran out of tokens", highlight=False)
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps for each method.")] = 36,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the adapter and of the data.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for metrics and results.")] = Path("runs/demo"),
+) -> None:
+    """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces; about five minutes on two CPU cores."""
+    hush_libraries()
+    from nalora.demo import run
+
+    finished = run(console(), steps=steps, seed=seed, folder=output)
+    if not finished:
+        raise typer.Exit(INTERRUPTED)

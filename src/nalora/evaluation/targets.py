@@ -1,0 +1,140 @@
+"""What is evaluated: a run with its adapter and the base model beside it, or a model by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nalora import tasks
+from nalora.errors import NALoRAError
+from nalora.evaluation.evaluate import Report, evaluate
+from nalora.models import loading
+from nalora.models.loading import Loaded, ModelSpec
+from nalora.tasks import Task
+from nalora.training.folder import RunFolder
+from nalora.training.run import kind_of
+from nalora.training.settings import Run, RunSettings, check
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a task is asked.
+
+    Args:
+        task: by name; a run's own by default.
+        data_dir: the task's files; those of the run by default.
+        options: settings of the task.
+        style: ``plain`` or ``chat``; the run's by default.
+        limit: only the first so many questions.
+        batch_tokens: how much is written at a time.
+        with_base: whether a run's base model is asked too.
+    """
+
+    task: str | None = None
+    data_dir: str | None = None
+    options: dict[str, Any] | None = None
+    style: str | None = None
+    limit: int | None = None
+    batch_tokens: int = 32_768
+    with_base: bool = True
+
+
+def evaluate_target(
+    target: str,
+    request: Request,
+    *,
+    output: Path | None = None,
+    device: str | None = None,
+    report: Report | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Summaries by who was asked: ``base`` and ``adapted`` for a run, ``model`` for a model.
+
+    Raises:
+        NALoRAError: no such run or model, an unfinished run, or no such task.
+    """
+    report = report or (lambda what, done, total: None)
+    folder = RunFolder(target)
+    if folder.settings.is_file():
+        return dict(_evaluate_run(folder, request, output, device, report))
+    if request.task is None:
+        raise NALoRAError(target, found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
+    task = tasks.get(request.task, data_dir=request.data_dir, **(request.options or {}))
+    settings = RunSettings(target, request.task, device=device)
+    loaded = loading.load(settings.model_spec(kind_of(task, settings)))
+    place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
+    return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report)}
+
+
+def _evaluate_run(
+    folder: RunFolder, request: Request, output: Path | None, device: str | None, report: Report
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    run: Run = check(yaml.safe_load(folder.settings.read_text(encoding="utf-8")), str(folder.settings))
+    trained = folder.model if folder.model.is_dir() else folder.adapter
+    if not folder.result.is_file() or not trained.is_dir():
+        raise NALoRAError(
+            str(folder.path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
+        )
+    settings = run.settings if device is None else replace(run.settings, device=device)
+    own = request.task in (None, settings.task)
+    name = request.task or settings.task
+    options = {**(run.task_options if own else {}), **(request.options or {})}
+    task = tasks.get(name, data_dir=request.data_dir or (settings.data_dir if own else None), **options)
+    spec = settings.model_spec(kind_of(task, settings))
+    style = request.style or settings.prompt_style
+    place = (output or folder.evaluations) / name
+    base = loading.load(spec)
+    if request.with_base:
+        yield "base", _evaluate(base, task, place / "base", request, style, report)
+    yield "adapted", _evaluate(_adapted(base, spec, trained), task, place / "adapted", request, style, report, trained)
+
+
+def _adapted(base: Loaded, spec: ModelSpec, trained: Path) -> Loaded:
+    if (trained / "adapter_config.json").is_file():
+        import peft
+
+        return Loaded(peft.PeftModel.from_pretrained(base.model, str(trained)).eval(), base.processor, spec)
+    model = loading.load(replace(spec, name=str(trained)), processor=base.processor)
+    return model
+
+
+def _evaluate(
+    loaded: Loaded,
+    task: Task,
+    place: Path,
+    request: Request,
+    style: str,
+    report: Report,
+    trained: Path | None = None,
+) -> dict[str, Any]:
+    """Ask, in a folder whose name says which weights and which prompts: others are never mixed in."""
+    spec = loaded.spec
+    identity = {
+        "model": spec.name, "revision": spec.revision, "dtype": str(next(loaded.model.parameters()).dtype),
+        "quantise": spec.quantise, "style": style, "task": vars(task), "weights": _digest(trained),
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    return evaluate(
+        loaded,
+        task,
+        place.with_name(f"{place.name}-{key}"),
+        style=style,
+        limit=request.limit,
+        batch_tokens=request.batch_tokens,
+        report=report,
+    )
+
+
+def _digest(trained: Path | None) -> str | None:
+    """What the trained weights are, by content."""
+    if trained is None:
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(trained.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,101 @@
+"""Rows hold what they should: targets alone are learnt, nothing is lost in silence, packing changes no example."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nalora
+from nalora.tasks import Example
+from nalora.training.data import IGNORED, Collator, Encoder, encode, pack
+
+TOKENIZER = tiny.tokenizer()
+TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXT, TEXT)
+def test_labels_are_the_target_and_its_end(prompt, target):
+    row = Encoder(TOKENIZER).row(Example("a", prompt, target))
+    learnt = [(i, label) for i, label in enumerate(row["labels"]) if label != IGNORED]
+    assert [label for _, label in learnt] == [*TOKENIZER(target).input_ids, TOKENIZER.eos_token_id]
+    assert all(row["input_ids"][i] == label for i, label in learnt)
+    assert row["input_ids"][: learnt[0][0]] == TOKENIZER(prompt).input_ids
+
+
+def test_a_tokenizer_that_closes_every_text_does_not_close_a_prompt():
+    closing = tiny.tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    closing._tokenizer.post_processor = TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", closing.eos_token_id)]
+    )
+    assert closing("ab").input_ids[-1] == closing.eos_token_id
+    row = Encoder(closing).row(Example("a", "ab", "c"))
+    assert row["input_ids"].count(closing.eos_token_id) == 1
+    assert Encoder(closing, "seq2seq").row(Example("a", "ab", "c"))["input_ids"][-1] == closing.eos_token_id
+
+
+def test_chat_style_asks_inside_the_template():
+    chat = tiny.tokenizer()
+    chat.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[go]{% endif %}"
+    )
+    encoder = Encoder(chat, style="chat")
+    assert chat.decode(encoder.prompt(["hi"])) == "[user]hi[go]"
+    assert chat.decode(encoder.prompt(["hi", "yes", "more"])) == "[user]hi[assistant]yes[user]more[go]"
+    with pytest.raises(nalora.NALoRAError, match="without a chat template"):
+        Encoder(TOKENIZER, style="chat")
+
+
+def test_what_does_not_fit_is_counted():
+    examples = [Example(str(n), "p" * n, "target") for n in (2, 10, 30)]
+    dropped = encode(examples, Encoder(TOKENIZER), 12)
+    assert (len(dropped.rows), dropped.dropped, dropped.cut) == (1, 2, 0)
+    cut = encode(examples, Encoder(TOKENIZER), 12, too_long="cut")
+    # Of the last one nothing but prompt would be left.
+    assert (len(cut.rows), cut.dropped, cut.cut) == (2, 1, 1)
+    assert max(len(row["input_ids"]) for row in cut.rows) == 12
+    assert cut.target_tokens == 7 + 2
+    with pytest.raises(nalora.NALoRAError, match="raise max_length"):
+        encode(examples, Encoder(TOKENIZER), 3)
+
+
+def test_padding_is_masked_and_not_learnt():
+    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = Collator(0)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_examples_are_learnt_as_if_alone(attention):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        attn_implementation=attention, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double()
+    encoder = Encoder(TOKENIZER)
+    rows = [encoder.row(Example(str(n), "question"[:n], "answer"[:n])) for n in (3, 5, 4, 6)]
+    packed = pack(rows, 28)
+    assert [len(row["input_ids"]) for row in packed] == [7 + 11 + 9, 13]
+
+    def loss(batches):
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[:, :-1]
+            total += torch.nn.functional.cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1), reduction="sum"
+            )
+        return total
+
+    alone = loss([Collator(0)([row]) for row in rows])
+    together = loss([Collator(0)(packed)])
+    torch.testing.assert_close(together, alone)
