@@ -1,0 +1,124 @@
+"""Asked in batches or one by one, at once or in pieces, a model scores the same; what was written is kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+
+import nalora
+from nalora.evaluation import evaluate as evaluation
+from nalora.evaluation.targets import Request, evaluate_target
+from nalora.evaluation.writing import Writer
+from nalora.models.loading import Loaded, ModelSpec, load
+from nalora.tasks import Example, Task
+from nalora.training.data import Encoder
+from nalora.training.run import train
+from nalora.training.settings import check
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> Loaded:
+    return load(ModelSpec(tiny.saved_llama(tmp_path_factory.mktemp("model")), device="cpu"))
+
+
+class Echo(Task):
+    """Scores by the first letter that was written."""
+
+    name, title = "echo", "echo"
+    max_new_tokens = 6
+    asked = 0
+
+    def __init__(self, count=9):
+        self.count = count
+
+    def test_examples(self):
+        return [Example(f"e{n}", "question " * (1 + n % 4) + str(n), "x") for n in range(self.count)]
+
+    def score(self, example, outputs):
+        return {"accuracy": float(bool(outputs[0]) and ord(outputs[0][0]) % 2)}
+
+
+def written(loaded, examples, **options):
+    writer = Writer(loaded.model, Encoder(loaded.processor), max_new_tokens=8, **options)
+    return {a.example.id: a for batch in writer.write(examples) for a in batch}
+
+
+def test_padded_batches_write_what_is_written_one_by_one(loaded):
+    examples = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
+    together, alone = written(loaded, examples), written(loaded, examples, batch_tokens=1)
+    assert {k: a.outputs for k, a in together.items()} == {k: a.outputs for k, a in alone.items()}
+    assert {k: a.tokens for k, a in together.items()} == {k: a.tokens for k, a in alone.items()}
+
+
+def test_it_is_plain_greedy_generation(loaded):
+    prompt = Encoder(loaded.processor).prompt(["What is"])
+    expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+    answer = written(loaded, [Example("a", "What is")])["a"]
+    assert answer.outputs == [loaded.processor.decode(expected, skip_special_tokens=True)]
+
+
+def test_stop_texts_cut_and_conversations_go_on(loaded):
+    free = written(loaded, [Example("a", "Tell")])["a"].outputs[0]
+    stopped = written(loaded, [Example("a", "Tell")], stop=(free[3],))["a"]
+    assert stopped.outputs[0] == free[: free.index(free[3])]
+    assert stopped.finished
+    talk = written(loaded, [Example("a", "Tell", follow_ups=(" more",)), Example("b", "Tell")])
+    assert talk["b"].outputs == [free]
+    again = written(loaded, [Example("c", "Tell" + free + " more")])["c"]
+    assert talk["a"].outputs == [free, again.outputs[0]]
+
+
+def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
+    whole = evaluation.evaluate(loaded, Echo(), tmp_path / "whole")
+    asked = []
+    write = Writer._answer
+
+    def counted(self, batch):
+        asked.extend(each.id for each in batch)
+        if len(asked) > 5:
+            raise KeyboardInterrupt
+        return write(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "_answer", counted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluation.evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
+    before = {json.loads(line)["id"] for line in (tmp_path / "pieces" / "outputs.jsonl").read_text().splitlines()}
+    assert 0 < len(before) < 9
+    del asked[:]
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "_answer", lambda self, batch: asked.extend(e.id for e in batch) or write(self, batch))
+        pieces = evaluation.evaluate(loaded, Echo(), tmp_path / "pieces")
+    assert set(asked).isdisjoint(before)
+    for timing in ("seconds", "tokens_per_second"):
+        whole.pop(timing)
+        pieces.pop(timing)
+    assert whole == pieces
+
+
+def test_intervals_stand_beside_every_measure(loaded, tmp_path):
+    summary = evaluation.evaluate(loaded, Echo(40), tmp_path)
+    measured = summary["measures"]["accuracy"]
+    for kind in ("binomial", "bootstrap"):
+        low, high = measured[kind]
+        assert low <= measured["value"] <= high
+
+
+def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
+    settings = {
+        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 12,
+        "settings": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "output": str(tmp_path / "run"), "steps": 2,
+        "batch_size": 8, "device": "cpu", "learning_rate": 1e-2,
+    }  # fmt: skip
+    train(check(settings))
+    summaries = evaluate_target(settings["output"], Request())
+    assert list(summaries) == ["base", "adapted"]
+    assert summaries["base"]["examples"] == 12
+    outputs = [json.loads(f.read_text().splitlines()[0]) for f in sorted((tmp_path / "run").rglob("outputs.jsonl"))]
+    assert len(outputs) == 2
+    assert list(evaluate_target(settings["output"], Request(with_base=False))) == ["adapted"]
+    with pytest.raises(nalora.NALoRAError, match="--task NAME"):
+        evaluate_target(settings["model"], Request())

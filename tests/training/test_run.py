@@ -1,0 +1,129 @@
+"""A run from its file to an adapter that stock PEFT loads; stopped anywhere, it ends with the same result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import peft
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import nalora
+from nalora.training.folder import RunFolder
+from nalora.training.run import Interrupted, train
+from nalora.training.settings import check
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return {
+        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "settings": SUMS, "train_size": 48,
+        "output": str(tmp_path / "run"), "steps": 6, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3,
+        "log_every": 1, "device": "cpu", "max_length": 128,
+    }  # fmt: skip
+
+
+def adapter(folder):
+    return load_file(RunFolder(folder).adapter / "adapter_model.safetensors")
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+@pytest.mark.parametrize("method", [{"method": "lora"}, {"method": "na-lora", "apply_to": "update"}])
+def test_an_ordinary_adapter_comes_out_and_the_loss_falls(settings, method, tmp_path):
+    result = train(check({**settings, **method, "steps": 30, "learning_rate": 1e-2}))
+    rows = metrics(settings["output"])
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert ("nalora/mask_mean" in rows[-1]) == (method["method"] == "na-lora")
+    assert result["examples"] == 48
+    assert result["dropped_too_long"] == result["cut_too_long"] == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings["model"])
+    model = peft.PeftModel.from_pretrained(base, RunFolder(settings["output"]).adapter)
+    assert any(p.abs().sum() > 0 for n, p in model.named_parameters() if "lora_B" in n)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__.split("+")[0] or environment["versions"]["torch"]
+
+
+def test_full_fine_tuning_saves_a_model(settings):
+    train(check({**settings, "method": "full", "steps": 2}))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(RunFolder(settings["output"]).model)
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings["model"])
+    changed = [
+        n for (n, a), b in zip(saved.named_parameters(), base.parameters(), strict=True) if not torch.equal(a, b)
+    ]
+    assert len(changed) == len(list(base.parameters()))
+    assert saved.config.use_cache
+
+
+@pytest.mark.parametrize("method", [{"method": "lora"}, {"method": "na-lora"}])
+def test_ctrl_c_then_resume_is_the_uninterrupted_run(settings, method, tmp_path, monkeypatch):
+    whole = {**settings, **method, "output": str(tmp_path / "whole")}
+    train(check(whole))
+    halves = check({**settings, **method})
+
+    class AfterTheThird(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    import nalora.training.run as module
+
+    make = module.make_trainer
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(AfterTheThird()) or t)
+        with pytest.raises(Interrupted, match="after step 3"):
+            train(halves)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train(halves, resume=True)
+    for name, tensor in adapter(whole["output"]).items():
+        assert torch.equal(tensor, adapter(settings["output"])[name]), name
+    assert metrics(whole["output"]) == metrics(settings["output"])
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(settings, tmp_path):
+    whole = {**settings, "output": str(tmp_path / "whole")}
+    train(check(whole))
+    run = check({**settings, "save_every": 2})
+    train(run)
+    folder = RunFolder(settings["output"])
+    assert sorted(p.name for p in folder.checkpoints.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    # As a kill in the middle of the last checkpoint leaves it.
+    folder.result.unlink()
+    (folder.checkpoints / "checkpoint-6" / "complete").unlink()
+    (folder.checkpoints / "checkpoint-6" / "optimizer.pt").write_bytes(b"half")
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 7, "lo')
+    train(run, resume=True)
+    assert metrics(settings["output"]) == metrics(whole["output"])
+    for name, tensor in adapter(whole["output"]).items():
+        assert torch.equal(tensor, adapter(settings["output"])[name]), name
+
+
+def test_a_folder_is_not_written_over(settings):
+    run = check(settings)
+    train(run)
+    with pytest.raises(nalora.NALoRAError, match="a finished run"):
+        train(run)
+    with pytest.raises(nalora.NALoRAError, match="begun with other settings: rank"):
+        train(check({**settings, "rank": 4}), resume=True)
+    assert train(run, resume=True)["steps"] == 6
+    with pytest.raises(nalora.NALoRAError, match="leave --resume out"):
+        train(check({**settings, "output": settings["output"] + "2"}), resume=True)
+
+
+def test_a_model_that_is_not_there(settings):
+    with pytest.raises(nalora.NALoRAError, match="smollm2-135m, which needs no network"):
+        train(check({**settings, "model": "nobody/such-model"}))
+    with pytest.raises(nalora.NALoRAError, match="without config.json"):
+        train(check({**settings, "model": str(settings["output"]), "output": settings["output"] + "3"}))
