@@ -96,6 +96,9 @@ def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
         for name, measured in summary["measures"].items():
             low, high = measured.get("binomial") or measured["bootstrap"]
             rows.add_row(who, name, f"{measured['value']:.4f}", f"{low:.4f} … {high:.4f}", str(summary["examples"]))
+        if loss := summary["target_loss"]:
+            low, high = loss["bootstrap"]
+            rows.add_row(who, "loss of the targets", f"{loss['value']:.4f}", f"{low:.4f} … {high:.4f}", "")
     for who, value in first["chance"].items():
         rows.add_row(who, "", f"{value:.4f}", "", str(first["examples"]))
     screen.print(rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.evaluation.intervals import bootstrap, wilson
+from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
 from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded
@@ -53,6 +54,7 @@ def evaluate(
         "task": task.name,
         "examples": len(examples),
         **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
+        "target_loss": _target_loss(loaded, examples, folder, style, batch_tokens, report),
         "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
         "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
         **writing,
@@ -104,6 +106,24 @@ def _write(
         report("writing", done, len(examples))
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
+
+
+def _target_loss(
+    loaded: Loaded, examples: Sequence[Example], folder: Path, style: str, batch_tokens: int, report: Report
+) -> dict[str, Any] | None:
+    """−log p of the right answers a token, with its interval; None for a task without them."""
+    known = Records(folder / "losses.jsonl")
+    if not all(each.target for each in examples):
+        return None
+    missing = [each for each in examples if each.id not in known]
+    for start in range(0, len(missing), 256):
+        part = missing[start : start + 256]
+        losses = target_losses(loaded, part, style=style, batch_tokens=batch_tokens)
+        known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
+        report("reading", len(examples) - len(missing) + start + len(part), len(examples))
+    pairs = [(known.rows[each.id]["loss"], known.rows[each.id]["tokens"]) for each in examples]
+    interval = bootstrap(len(pairs), lambda drawn: mean_loss([pairs[i] for i in drawn]))
+    return {"value": mean_loss(pairs), "bootstrap": interval}
 
 
 def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:

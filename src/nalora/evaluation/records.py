@@ -16,20 +16,17 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in read_jsonl(path)}
         if path.is_file():
-            self._cut_after_whole_lines()
+            self._cut_after_the_last_whole_line()
+        self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in read_jsonl(path)}
 
-    def _cut_after_whole_lines(self) -> None:
-        """Remove a line that a kill cut short, lest the next row be written onto its end."""
-        whole = sum(len(line) for line in self._whole_lines())
-        if whole < self.path.stat().st_size:
+    def _cut_after_the_last_whole_line(self) -> None:
+        """Remove a row that a kill cut short, lest the next one be written onto its end."""
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
             with self.path.open("r+b") as file:
                 file.truncate(whole)
-
-    def _whole_lines(self) -> list[bytes]:
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        return lines[: len(read_jsonl(self.path))] if lines and not lines[-1].endswith(b"\n") else lines
 
     def __contains__(self, key: str) -> bool:
         return key in self.rows

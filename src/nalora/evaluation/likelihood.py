@@ -1,0 +1,62 @@
+"""How likely a model finds the right answers: finer than accuracy, and defined for every task with targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nalora.models.loading import Loaded
+from nalora.tasks import Example
+from nalora.training.data import IGNORED, Collator, Encoder, Row
+
+
+def target_losses(
+    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int = 16_384
+) -> list[tuple[float, int]]:
+    """(−log p of the target given the prompt, its tokens) of each example, in their order.
+
+    Args:
+        loaded: the model, in evaluation mode.
+        examples: with targets.
+        style: as in training.
+        batch_tokens: how many tokens are read at a time, pads included.
+    """
+    encoder = Encoder(loaded.processor, loaded.spec.kind, style)
+    rows = [encoder.row(each) for each in examples]
+    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    found: dict[int, tuple[float, int]] = {}
+    for batch in _batches(rows, batch_tokens):
+        found |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def mean_loss(losses: Sequence[tuple[float, int]]) -> float:
+    """The mean over tokens, as training reports it."""
+    return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+
+
+@torch.inference_mode()
+def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
+    inputs = {name: tensor.to(loaded.device) for name, tensor in batch.items()}
+    labels = inputs["labels"]
+    logits = loaded.model(**inputs).logits
+    if loaded.spec.kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    # Row by row: the logits of a whole batch in float32 would be the largest tensor of all.
+    losses = [
+        torch.nn.functional.cross_entropy(row.float(), wanted, ignore_index=IGNORED, reduction="sum")
+        for row, wanted in zip(logits, labels, strict=True)
+    ]
+    tokens = (labels != IGNORED).sum(1)
+    return list(zip(torch.stack(losses).tolist(), tokens.tolist(), strict=True))
+
+
+def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows of like length."""
+    waiting = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
+    while waiting:
+        size = max(1, batch_tokens // len(rows[waiting[0]]["input_ids"]))
+        yield waiting[:size]
+        waiting = waiting[size:]
