@@ -182,7 +182,7 @@ def test_demo_passes_its_options_on(run, monkeypatch, tmp_path, finished, code):
 
     monkeypatch.setattr(demo, "run", noted)
     assert run("demo", "--steps", "3", "--seed", "7", "--output", str(tmp_path))[0] == code
-    assert asked == {"steps": 3, "seed": 7, "folder": tmp_path}
+    assert asked == {"settings": ["steps=3", "seed=7"], "folder": tmp_path}
 
 
 _WITH_PEAK_MEMORY = """

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nalora.evaluation.records import Records
 
-ROWS = [{"id": str(n), "text": "zwölf\n" * n} for n in range(5)]
+ROWS = [{"id": str(n), "text": "zwölf\n\u2028\x85" * n} for n in range(5)]
 
 
 @given(lost=st.integers(0, 200))

@@ -125,7 +125,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file that may have been cut short in its last line."""
     rows: list[dict[str, Any]] = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        # Not splitlines: answers may hold separators that it takes for the end of a line.
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:
