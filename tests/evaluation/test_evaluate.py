@@ -43,7 +43,7 @@ class Echo(Task):
 
 def written(loaded, examples, **options):
     writer = Writer(loaded.model, Encoder(loaded.processor), max_new_tokens=8, **options)
-    return {a.example.id: a for batch in writer.write(examples) for a in batch}
+    return {a.example.id: a for batch in writer.batches(examples) for a in writer.answer(batch)}
 
 
 def test_padded_batches_write_what_is_written_one_by_one(loaded):
@@ -74,7 +74,7 @@ def test_stop_texts_cut_and_conversations_go_on(loaded):
 def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
     whole = evaluation.evaluate(loaded, Echo(), tmp_path / "whole")
     asked = []
-    write = Writer._answer
+    write = Writer.answer
 
     def counted(self, batch):
         asked.extend(each.id for each in batch)
@@ -83,14 +83,14 @@ def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
         return write(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "_answer", counted)
+        patched.setattr(Writer, "answer", counted)
         with pytest.raises(KeyboardInterrupt):
             evaluation.evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
     before = {json.loads(line)["id"] for line in (tmp_path / "pieces" / "outputs.jsonl").read_text().splitlines()}
     assert 0 < len(before) < 9
     del asked[:]
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "_answer", lambda self, batch: asked.extend(e.id for e in batch) or write(self, batch))
+        patched.setattr(Writer, "answer", lambda self, batch: asked.extend(e.id for e in batch) or write(self, batch))
         pieces = evaluation.evaluate(loaded, Echo(), tmp_path / "pieces")
     assert set(asked).isdisjoint(before)
     for timing in ("seconds", "tokens_per_second"):

@@ -89,20 +89,23 @@ def _write(
     report: Report,
 ) -> dict[str, float]:
     """Fill in the outputs that are missing; how fast that was."""
-    missing = [each for each in examples if each.id not in outputs]
-    if not missing:
+    if all(each.id in outputs for each in examples):
         return {}
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     writer = Writer(
         loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
     )
-    began, tokens, done = time.perf_counter(), 0, len(examples) - len(missing)
-    for answers in writer.write(missing):
-        outputs.add([
-            {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
-        ])  # fmt: skip
-        tokens += sum(answer.tokens for answer in answers)
-        done += len(answers)
+    began, tokens, done = time.perf_counter(), 0, 0
+    for batch in writer.batches(examples):
+        missing = {each.id for each in batch if each.id not in outputs}
+        if missing:
+            # All of a batch again, though some of it was kept: in half precision an answer depends on its neighbours.
+            answers = [answer for answer in writer.answer(batch) if answer.example.id in missing]
+            outputs.add([
+                {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
+            ])  # fmt: skip
+            tokens += sum(answer.tokens for answer in answers)
+        done += len(batch)
         report("writing", done, len(examples))
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}

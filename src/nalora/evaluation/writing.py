@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +45,20 @@ class Writer:
         self.encoder, self.max_new_tokens, self.stop, self.batch_tokens = encoder, max_new_tokens, stop, batch_tokens
         self.device = next(model.parameters()).device
 
-    def write(self, examples: Sequence[Example]) -> Iterator[list[Answer]]:
-        """The answers, a batch at a time; batches of like length, the longest first, so that memory is known early."""
+    def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Examples of like length together, the longest first, so that what memory it takes is known early."""
         lengths = {each.id: len(self.encoder.prompt([each.prompt])) for each in examples}
         waiting = sorted(examples, key=lambda each: (-lengths[each.id], each.id))
+        batches = []
         while waiting:
             longest = lengths[waiting[0].id] + self.max_new_tokens
             size = max(1, self.batch_tokens // longest)
-            batch, waiting = waiting[:size], waiting[size:]
-            yield self._answer(batch)
+            batches.append(waiting[:size])
+            waiting = waiting[size:]
+        return batches
 
-    def _answer(self, batch: list[Example]) -> list[Answer]:
+    def answer(self, batch: Sequence[Example]) -> list[Answer]:
+        """The answers to one batch."""
         conversations = [[each.prompt] for each in batch]
         outputs: list[list[str]] = [[] for _ in batch]
         tokens, finished = [0] * len(batch), [True] * len(batch)
@@ -111,6 +114,3 @@ class Writer:
         text: str = self.encoder.tokenizer.decode(row[skip : skip + count], skip_special_tokens=True)
         cuts = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
         return (text[: min(cuts)] if cuts else text), count, ended or bool(cuts)
-
-
-Progress = Callable[[int, int], None]
