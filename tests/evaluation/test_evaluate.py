@@ -72,7 +72,7 @@ def test_stop_texts_cut_and_conversations_go_on(loaded):
 
 
 def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
-    whole = evaluation.evaluate(loaded, Echo(), tmp_path / "whole")
+    whole = evaluation.evaluate(loaded, Echo(), tmp_path / "whole", batch_tokens=60)
     asked = []
     write = Writer.answer
 
@@ -91,7 +91,7 @@ def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
     del asked[:]
     with monkeypatch.context() as patched:
         patched.setattr(Writer, "answer", lambda self, batch: asked.extend(e.id for e in batch) or write(self, batch))
-        pieces = evaluation.evaluate(loaded, Echo(), tmp_path / "pieces")
+        pieces = evaluation.evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
     assert set(asked).isdisjoint(before)
     for timing in ("seconds", "tokens_per_second"):
         whole.pop(timing)
