@@ -1,0 +1,256 @@
+"""MT-Bench: eighty conversations of two turns, rated from 1 to 10 by a language model.
+
+Questions, reference answers and the judge's prompts are FastChat's (Apache-2.0). The prompts are not on the hub and
+not shipped here; see `_ORIGIN`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError
+from nalora.tasks.judge import Judge, Judgements, preference, rating
+from nalora.tasks.prompts import alpaca
+from nalora.tasks.sources import find_file, hub_rows, jsonl_rows
+from nalora.tasks.task import Example, Scores, Task
+
+_ORIGIN = "fastchat/llm_judge/data of github.com/lm-sys/FastChat"
+_QUESTIONS = ("mt_bench/question.jsonl", "question.jsonl")
+# FastChat's own place for the references comes last: data_dir may be its data folder as it is.
+_REFERENCES = tuple(
+    f"{folder}{name}"
+    for name in ("reference_gpt-4.jsonl", "reference_answer/gpt-4.jsonl")
+    for folder in ("mt_bench/", "")
+)
+_JUDGE_PROMPTS = ("mt_bench/judge_prompts.jsonl", "judge_prompts.jsonl")
+_TRAINING = ("wizardlm/alpaca_evol_instruct_70k.json", "alpaca_evol_instruct_70k.json")
+
+# Judged beside a reference answer, since judges are easily led astray by a wrong calculation.
+_WITH_REFERENCE = frozenset({"math", "reasoning", "coding"})
+_FIRST_ID = 81  # the official number of the first question; the hub keeps the order and drops the numbers
+_REFUSALS = ("sorry", "as an ai")
+
+
+class MTBench(Task):
+    """The task; `make` says what the settings are."""
+
+    name = "mt-bench"
+    title = "MT-Bench"
+    # Papers on LoRA report the first turn. All three are on the judge's scale, 1 to 10.
+    measures = ("rating_turn_1", "rating_turn_2", "rating")
+    max_new_tokens = 1024
+    stop = ("\n\n### Instruction:",)
+    scoring_threads = 8
+
+    def __init__(self, data_dir: str | Path | None, judge: Judge, limit: int) -> None:
+        self.data_dir = data_dir
+        self.judge = judge
+        self.limit = limit
+
+    def train_examples(self) -> Sequence[Example]:
+        """WizardLM's evolved instructions without refusals, in file order."""
+        examples: list[Example] = []
+        for number, row in enumerate(self._training_rows()):
+            if len(examples) == self.limit:
+                break
+            if not any(word in row["output"].lower() for word in _REFUSALS):
+                examples.append(Example(f"wizardlm/{number}", alpaca(row["instruction"]), row["output"]))
+        return examples
+
+    def test_examples(self) -> Sequence[Example]:
+        """The questions in their official order; a follow-up is the text to append after the first answer."""
+        return [
+            Example(
+                id=f"mt-bench/{row['question_id']}",
+                prompt=alpaca(row["turns"][0]),
+                follow_ups=(_next_turn(row["turns"][1]),),
+                facts={"question": row["question_id"], "category": row["category"], "turns": tuple(row["turns"])},
+            )
+            for row in self._questions
+        ]
+
+    def score(self, example: Example, outputs: Sequence[str]) -> Scores:
+        """The judge's ratings of both answers."""
+        first, second = (self.judge.ask(*self._rating_prompt(example, outputs, turn), read=rating) for turn in range(2))
+        return {"rating_turn_1": first, "rating_turn_2": second, "rating": (first + second) / 2}
+
+    def prepare_scoring(self) -> None:
+        """See that the prompts, the references and the judge are there.
+
+        Raises:
+            NALoRAError: a file is missing or incomplete, or the judge does not answer.
+        """
+        for example in self.test_examples():
+            for turn in range(2):
+                self._rating_prompt(example, ("", ""), turn)
+        self.judge.check()
+
+    def reference(self, example: Example) -> tuple[str, str] | None:
+        """GPT-4's answers to both turns, where the benchmark has some: in maths, reasoning and coding."""
+        return self._references.get(example.facts["question"])
+
+    def judge_prompt(self, name: str, **parts: str) -> tuple[str, str]:
+        """(system prompt, prompt) of the official template with this name.
+
+        Raises:
+            NALoRAError: the file has no such template.
+        """
+        if name not in self._judge_prompts:
+            raise NALoRAError(
+                "judge_prompts.jsonl",
+                found=f"templates {', '.join(self._judge_prompts) or 'none'}",
+                expected=f"also {name!r}",
+                fix=f"fetch the file again from {_ORIGIN}",
+            )
+        template = self._judge_prompts[name]
+        return template["system_prompt"], template["prompt_template"].format(**parts)
+
+    def _rating_prompt(self, example: Example, outputs: Sequence[str], turn: int) -> tuple[str, str]:
+        questions = example.facts["turns"]
+        parts = {"question": questions[0], "question_1": questions[0], "question_2": questions[1]}
+        parts |= {"answer": outputs[0], "answer_1": outputs[0], "answer_2": outputs[1]}
+        name = "single-v1"
+        if example.facts["category"] in _WITH_REFERENCE:
+            name = "single-math-v1"
+            references = self.reference(example)
+            if references is None:
+                raise NALoRAError(
+                    example.id,
+                    found=f"no reference answer to a question of {example.facts['category']}",
+                    expected=f"one in {' or '.join(_REFERENCES)}",
+                    fix=f"put it into data_dir; it is in {_ORIGIN}",
+                )
+            parts |= {"ref_answer_1": references[0], "ref_answer_2": references[1]}
+        return self.judge_prompt(f"{name}-multi-turn" if turn else name, **parts)
+
+    def _training_rows(self) -> list[dict[str, Any]]:
+        for file in (Path(self.data_dir).expanduser() / each for each in _TRAINING) if self.data_dir else ():
+            if file.is_file():
+                rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+                return rows
+        return hub_rows(self.name, "WizardLMTeam/WizardLM_evol_instruct_70k", "train")
+
+    @functools.cached_property
+    def _questions(self) -> list[dict[str, Any]]:
+        if self.data_dir is not None and any(
+            (Path(self.data_dir).expanduser() / each).is_file() for each in _QUESTIONS
+        ):
+            return jsonl_rows(find_file(self.name, self.data_dir, _QUESTIONS))
+        rows = hub_rows(self.name, "HuggingFaceH4/mt_bench_prompts", "train")
+        return [
+            {"question_id": number, "category": row["category"], "turns": row["prompt"]}
+            for number, row in enumerate(rows, _FIRST_ID)
+        ]
+
+    @functools.cached_property
+    def _references(self) -> dict[int, tuple[str, str]]:
+        rows = jsonl_rows(self._file_of_fastchat(_REFERENCES))
+        return {row["question_id"]: tuple(row["choices"][0]["turns"]) for row in rows}
+
+    @functools.cached_property
+    def _judge_prompts(self) -> dict[str, dict[str, str]]:
+        return {row["name"]: row for row in jsonl_rows(self._file_of_fastchat(_JUDGE_PROMPTS))}
+
+    def _file_of_fastchat(self, candidates: Sequence[str]) -> Path:
+        where = {"expected": f"{candidates[0]} there", "fix": f"fetch it from {_ORIGIN} (Apache-2.0) into data_dir"}
+        if self.data_dir is None:
+            raise NALoRAError(self.name, found="no data_dir", **where)
+        try:
+            return find_file(self.name, self.data_dir, candidates)
+        except NALoRAError as error:
+            raise NALoRAError(self.name, found=error.found, **where) from None
+
+
+def _next_turn(instruction: str) -> str:
+    """The further turn of a conversation in the Alpaca template: what follows an answer."""
+    return f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+
+
+def agreement(task: MTBench, outputs: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """How far this judge can be trusted: does its choice between two answers survive swapping them?
+
+    The answers of a model are compared with GPT-4's reference answers, both turns in both orders. The judge is not
+    told which one is the reference.
+
+    Args:
+        task: with a judge.
+        outputs: the two answers by the example's id; examples without a reference are left out.
+
+    Returns:
+        `comparisons` made, `agreement` as the share of them with one outcome in both orders, and as shares of all
+        comparisons `model_wins`, `reference_wins` and `ties`, which count where both orders agree.
+
+    Raises:
+        NALoRAError: nothing to compare, or the judge does not answer.
+    """
+    pairs = [
+        (example, outputs[example.id], reference, turn)
+        for example in task.test_examples()
+        if example.id in outputs and (reference := task.reference(example)) is not None
+        for turn in range(2)
+    ]
+    if not pairs:
+        raise NALoRAError(
+            task.name,
+            found="no answer to a question that has a reference",
+            expected="answers by the ids of questions in maths, reasoning or coding",
+            fix="pass the answers to all test_examples()",
+        )
+
+    def compare(pair: tuple[Example, Sequence[str], Sequence[str], int]) -> str | None:
+        example, model, reference, turn = pair
+        straight = task.judge.ask(*_pair_prompt(task, example, model, reference, turn), read=preference)
+        swapped = task.judge.ask(*_pair_prompt(task, example, reference, model, turn), read=preference)
+        return straight if {"A": "B", "B": "A", "C": "C"}[swapped] == straight else None
+
+    with ThreadPoolExecutor(task.scoring_threads) as threads:
+        outcomes = Counter(threads.map(compare, pairs))
+    shares = {outcome: count / len(pairs) for outcome, count in outcomes.items()}
+    return {
+        "comparisons": float(len(pairs)),
+        "agreement": 1 - shares.get(None, 0.0),
+        "model_wins": shares.get("A", 0.0),
+        "reference_wins": shares.get("B", 0.0),
+        "ties": shares.get("C", 0.0),
+    }
+
+
+def _pair_prompt(task: MTBench, example: Example, a: Sequence[str], b: Sequence[str], turn: int) -> tuple[str, str]:
+    # Never the templates with a reference: one of the two answers is that reference.
+    questions = example.facts["turns"]
+    parts = {"question": questions[0], "question_1": questions[0], "question_2": questions[1]}
+    parts |= {"answer_a": a[0], "answer_a_1": a[0], "answer_a_2": a[1]}
+    parts |= {"answer_b": b[0], "answer_b_1": b[0], "answer_b_2": b[1]}
+    return task.judge_prompt("pair-v2-multi-turn" if turn else "pair-v2", **parts)
+
+
+def make(
+    name: str,
+    *,
+    data_dir: str | Path | None = None,
+    judge_model: str | None = None,
+    judge_url: str | None = None,
+    judge_tokens: int = 2048,
+    judgements: str | Path | None = None,
+    limit: int = 52_000,
+) -> MTBench:
+    """The task mt-bench.
+
+    Args:
+        name: "mt-bench".
+        data_dir: a folder with FastChat's judge_prompts.jsonl and reference answers, which scoring needs; its
+            question.jsonl and WizardLM's alpaca_evol_instruct_70k.json there take the place of the hub's.
+        judge_model: the judge's name on its server.
+        judge_url: an OpenAI-compatible server; OPENAI_BASE_URL, else OpenAI, by default. The key is OPENAI_API_KEY.
+        judge_tokens: the longest answer of the judge.
+        judgements: a JSON-lines file that keeps what the judge said, so that a repeated run asks nothing twice.
+        limit: how many training examples are taken, from the first.
+    """
+    judge = Judge(judge_model, url=judge_url, record=Judgements(judgements), max_tokens=judge_tokens)
+    return MTBench(data_dir, judge, limit)

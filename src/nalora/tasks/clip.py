@@ -1,0 +1,95 @@
+"""CLIP as a classifier: the frozen text tower's view of the class names is the head of the vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from nalora.tasks.images import Picture
+
+# Every linear layer of the vision tower and the projection after it; in a whole CLIPModel the same layers and no more.
+TARGET_MODULES = r"vision_model\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|visual_projection"
+
+
+class CLIPClassifier(nn.Module):
+    """Class scores of images as CLIP gives them: logit scale × cosine to each prompt's embedding.
+
+    The text tower runs once, here, and is not kept: whatever is adapted or trained is the vision tower's. Layers
+    have the names they have in the CLIPModel, so that an adapter trained here loads there.
+
+    Args:
+        clip: a `transformers.CLIPModel`; its vision tower is used as it is, not copied.
+        tokenizer: the one that belongs to it.
+        prompts: one for each class, such as `ImageTask.prompts()`.
+    """
+
+    head: Tensor
+    logit_scale: Tensor
+
+    def __init__(self, clip: Any, tokenizer: Any, prompts: Sequence[str]) -> None:
+        super().__init__()
+        # PEFT writes the name into the adapter's configuration. Not the configuration too: it would take this for a
+        # transformers model and look for a prefix of names that a plain module has not.
+        self.name_or_path = clip.name_or_path
+        self.vision_model = clip.vision_model
+        self.visual_projection = clip.visual_projection
+        self.register_buffer("head", zero_shot_head(clip, tokenizer, prompts))
+        self.register_buffer("logit_scale", clip.logit_scale.detach().exp())
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
+        """The scores as `logits`, one row an image, and with labels the cross-entropy as `loss`."""
+        images = self.visual_projection(self.vision_model(pixel_values=pixel_values).pooler_output)
+        logits = self.logit_scale * nn.functional.normalize(images, dim=-1) @ self.head.T
+        loss = nn.functional.cross_entropy(logits.float(), labels) if labels is not None else None
+        return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+@torch.no_grad()
+def zero_shot_head(clip: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 64) -> Tensor:
+    """The text tower's embeddings of the prompts at length one, a row each."""
+    was_training = clip.training
+    clip.eval()
+    longest = clip.config.text_config.max_position_embeddings
+    rows = []
+    for start in range(0, len(prompts), batch_size):
+        texts = list(prompts[start : start + batch_size])
+        inputs = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        inputs = {name: inputs[name].to(clip.device) for name in ("input_ids", "attention_mask")}
+        rows.append(nn.functional.normalize(clip.get_text_features(**inputs).pooler_output, dim=-1))
+    clip.train(was_training)
+    return torch.cat(rows)
+
+
+class PictureCollator:
+    """Makes a batch of pictures.
+
+    Args:
+        processor: CLIP's image processor.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __call__(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        """The arguments of `CLIPClassifier.forward`."""
+        pixels = self.processor(images=[each.rgb() for each in pictures], return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in pictures])}
+
+
+@torch.no_grad()
+def classify(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[int]:
+    """The label that a `CLIPClassifier`, plain or adapted, gives each picture."""
+    collate = PictureCollator(processor)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    labels: list[int] = []
+    for start in range(0, len(pictures), batch_size):
+        batch = collate(pictures[start : start + batch_size])
+        labels += model(pixel_values=batch["pixel_values"].to(device)).logits.argmax(-1).tolist()
+    model.train(was_training)
+    return labels

@@ -1,0 +1,473 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from nalora import tasks
+from nalora.errors import NALoRAError
+from nalora.tasks.chat import agreement
+from nalora.tasks.judge import Judge, Judgements, preference, rating
+
+pytest.importorskip("openai")
+
+KEY = "sk-never-to-be-seen-1234"
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write {x}.", "Now shorter."]},
+    {"question_id": 111, "category": "math", "turns": ["What is 6 * 7?", "And 7 * 7?"]},
+]
+REFERENCES = [{"question_id": 111, "choices": [{"index": 0, "turns": ["It is 42.", "It is 49."]}]}]
+TEMPLATES = {
+    "single-v1": "RATE {question} / {answer}",
+    "single-v1-multi-turn": "RATE2 {question_1} / {answer_1} / {question_2} / {answer_2}",
+    "single-math-v1": "REF {question} / {ref_answer_1} / {answer}",
+    "single-math-v1-multi-turn": "REF2 {ref_answer_1} / {ref_answer_2} / {answer_1} / {answer_2}",
+    "pair-v2": "PAIR {question} / {answer_a} / {answer_b}",
+    "pair-v2-multi-turn": "PAIR2 {question_2} / {answer_a_2} / {answer_b_2}",
+}
+
+
+def write_lines(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    folder = tmp_path / "data"
+    write_lines(folder / "mt_bench/question.jsonl", QUESTIONS)
+    write_lines(folder / "mt_bench/reference_gpt-4.jsonl", REFERENCES)
+    rows = [{"name": n, "system_prompt": f"system of {n}", "prompt_template": t} for n, t in TEMPLATES.items()]
+    write_lines(folder / "mt_bench/judge_prompts.jsonl", rows)
+    return folder
+
+
+class ScriptedServer:
+    """Answers POST /v1/chat/completions with what `reply(prompt, number of the request)` says."""
+
+    def __init__(self):
+        self.requests: list[dict] = []
+        self.reply = lambda prompt, number: "Fine. Rating: [[7]]"
+        self.models = ["judge-1"]
+        lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.requests.append({"key": self.headers["Authorization"], "path": self.path, **body})
+                    answer = outer.reply(body["messages"][-1]["content"], len(outer.requests))
+                if isinstance(answer, int):
+                    return self._send(answer, {"error": {"message": f"no: {self.headers['Authorization']}"}})
+                message = {"role": "assistant", "content": answer}
+                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                kind = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+                self._send(200, {**kind, "choices": [choice]})
+
+            def do_GET(self):
+                models = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in outer.models]
+                self._send(200, {"object": "list", "data": models})
+
+            def _send(self, status, payload):
+                content = json.dumps(payload).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def prompts(self):
+        return [each["messages"][-1]["content"] for each in self.requests]
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    scripted = ScriptedServer()
+    yield scripted
+    scripted.http.shutdown()
+    scripted.http.server_close()
+
+
+@pytest.fixture
+def bench(server, data_dir, tmp_path):
+    def make(**options):
+        settings = dict(judge_model="judge-1", judge_url=server.url, judgements=tmp_path / "said/judged.jsonl")
+        task = tasks.get("mt-bench", data_dir=data_dir, **(settings | options))
+        task.judge.wait = 0.001
+        return task
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("Good. Rating: [[7]]", 7.0),
+        ("[[7.5]]", 7.5),
+        ("It claims [[10]], wrongly. Rating: [[2]]", 2.0),
+        ("[[10]]", 10.0),
+        ("[[0]]", None),
+        ("[[11]]", None),
+        ("[[rating]]", None),
+        ("Rating: 7", None),
+        ("[7]", None),
+        ("", None),
+    ],
+)
+def test_ratings_are_read_and_checked(answer, read):
+    assert rating(answer) == read
+
+
+def test_preferences_are_read():
+    assert [preference(each) for each in ("[[A]] or [[B]]? [[B]]", "[[C]]", "[[D]]", "A")] == ["B", "C", None, None]
+
+
+def test_questions_are_two_turns_in_the_alpaca_template(data_dir):
+    task = tasks.get("mt-bench", data_dir=data_dir)
+    writing, maths = task.test_examples()
+    assert (writing.id, maths.id) == ("mt-bench/81", "mt-bench/111")
+    assert writing.prompt.endswith("### Instruction:\nWrite {x}.\n\n### Response:\n")
+    conversation = writing.prompt + "An answer." + writing.follow_ups[0]
+    assert conversation.endswith("### Response:\nAn answer.\n\n### Instruction:\nNow shorter.\n\n### Response:\n")
+    assert len(writing.follow_ups) == 1
+
+
+def test_both_turns_are_rated_with_the_official_prompts(bench, server):
+    server.reply = lambda prompt, number: "[[4]]" if prompt.startswith("RATE ") else "[[9]]"
+    task = bench()
+    scores = task.score(task.test_examples()[0], ["one {y}", "two"])
+    assert scores == {"rating_turn_1": 4.0, "rating_turn_2": 9.0, "rating": 6.5}
+    assert server.prompts == ["RATE Write {x}. / one {y}", "RATE2 Write {x}. / one {y} / Now shorter. / two"]
+    for request, system in zip(server.requests, ("single-v1", "single-v1-multi-turn"), strict=True):
+        assert request["messages"][0] == {"role": "system", "content": f"system of {system}"}
+        assert (request["model"], request["temperature"], request["max_tokens"]) == ("judge-1", 0, 2048)
+        assert request["path"] == "/v1/chat/completions"
+        assert request["key"] == f"Bearer {KEY}"
+    assert task.measures[0] == "rating_turn_1"
+    assert task.summarise(task.test_examples(), [scores, scores]) == scores
+
+
+def test_references_are_shown_to_the_judge_of_maths(bench, server):
+    task = bench()
+    task.score(task.test_examples()[1], ["It is 41.", "It is 50."])
+    assert server.prompts == [
+        "REF What is 6 * 7? / It is 42. / It is 41.",
+        "REF2 It is 42. / It is 49. / It is 41. / It is 50.",
+    ]
+
+
+def test_a_missing_reference_is_said_before_anything_is_asked(bench, server, data_dir):
+    write_lines(data_dir / "mt_bench/reference_gpt-4.jsonl", [])
+    with pytest.raises(NALoRAError, match="mt-bench/111: found no reference answer.*FastChat"):
+        bench().prepare_scoring()
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("gone", ["judge_prompts.jsonl", "reference_gpt-4.jsonl"])
+def test_missing_files_say_where_to_get_them(bench, data_dir, gone):
+    (data_dir / "mt_bench" / gone).unlink()
+    with pytest.raises(NALoRAError, match=f"none of mt_bench/.*{gone}.*lm-sys/FastChat"):
+        bench().prepare_scoring()
+
+
+def test_an_incomplete_file_of_prompts_is_named(bench, data_dir):
+    write_lines(data_dir / "mt_bench/judge_prompts.jsonl", [])
+    with pytest.raises(NALoRAError, match="judge_prompts.jsonl: found templates none; expected also 'single-v1'"):
+        bench().prepare_scoring()
+
+
+def test_without_data_dir_the_prompts_are_asked_for(monkeypatch):
+    rows = [{"prompt": ["a", "b"], "category": "writing", "prompt_id": 5, "reference": []}] * 2
+    monkeypatch.setattr("nalora.tasks.chat.hub_rows", lambda *_: rows)
+    task = tasks.get("mt-bench", judge_model="judge-1")
+    assert [each.id for each in task.test_examples()] == ["mt-bench/81", "mt-bench/82"]
+    with pytest.raises(NALoRAError, match="no data_dir; expected mt_bench/judge_prompts.jsonl.*lm-sys/FastChat"):
+        task.prepare_scoring()
+
+
+def test_fastchats_own_folder_is_a_data_dir(bench, data_dir):
+    (data_dir / "mt_bench/judge_prompts.jsonl").rename(data_dir / "judge_prompts.jsonl")
+    (data_dir / "mt_bench/reference_answer").mkdir()
+    (data_dir / "mt_bench/reference_gpt-4.jsonl").rename(data_dir / "mt_bench/reference_answer/gpt-4.jsonl")
+    bench().prepare_scoring()
+
+
+def test_a_failing_server_is_tried_again(bench, server):
+    server.reply = lambda prompt, number: 500 if number == 1 else "[[6]]"
+    task = bench()
+    assert task.score(task.test_examples()[0], ["one", "two"])["rating"] == 6
+    assert len(server.requests) == 3
+
+
+def test_an_unreadable_rating_is_asked_for_again_and_kept(bench, server, tmp_path):
+    server.reply = lambda prompt, number: ["I refuse.", "[[12]]", "[[3]]"][min(number, 3) - 1]
+    task = bench()
+    assert task.score(task.test_examples()[0], ["one", "two"])["rating_turn_1"] == 3
+    assert server.prompts[0] == server.prompts[1] == server.prompts[2]
+    rows = [json.loads(line) for line in (tmp_path / "said/judged.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == ["I refuse.", "[[12]]", "[[3]]", "[[3]]"]
+    assert [row["verdict"] for row in rows] == [None, None, 3.0, 3.0]
+    assert len({row["key"] for row in rows[:3]}) == 1
+
+
+def test_a_judge_that_never_rates_is_named(bench, server):
+    server.reply = lambda prompt, number: "I would rather not."
+    task = bench()
+    with pytest.raises(NALoRAError, match="no verdict in 4 answers.*rather not.*stronger judge"):
+        task.score(task.test_examples()[0], ["one", "two"])
+    assert len(server.requests) == 4
+
+
+def test_a_repeated_run_asks_nothing_twice(bench, server):
+    first = bench()
+    before = [first.score(each, ["one", "two"]) for each in first.test_examples()]
+    assert len(server.requests) == 4
+    server.reply = lambda prompt, number: "[[1]]"
+    again = bench()
+    assert [again.score(each, ["one", "two"]) for each in again.test_examples()] == before
+    assert len(server.requests) == 4
+    again.score(again.test_examples()[0], ["one", "another"])
+    assert len(server.requests) == 5, "the second turn's answer changed, the first one's judgement still holds"
+    bench(judge_model="judge-2").score(again.test_examples()[0], ["one", "two"])
+    assert len(server.requests) == 7, "another judge judges anew"
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_half_written_last_line_is_survived(bench, server, tmp_path, cut):
+    """The judgement that was cut is asked for again, the others are not, and the file is whole afterwards."""
+    example = bench().test_examples()[0]
+    bench().score(example, ["one", "twö…\u2028"])
+    file = tmp_path / "said/judged.jsonl"
+    assert len(file.read_bytes().splitlines()[-1]) > 200
+    file.write_bytes(file.read_bytes()[:-cut])
+    # Without the line's end alone (cut = 1) the judgement is still whole.
+    asked = 2 if cut == 1 else 3
+    bench().score(example, ["one", "twö…\u2028"])
+    assert len(server.requests) == asked
+    bench().score(example, ["one", "three"])
+    bench().score(example, ["one", "three"])
+    bench().score(example, ["one", "twö…\u2028"])
+    assert len(server.requests) == asked + 1
+
+
+def test_foreign_lines_in_the_record_are_left_alone(tmp_path):
+    file = tmp_path / "judged.jsonl"
+    file.write_text('[1]\nnonsense\n{"key": 3, "answer": "x"}\n{"key": "k"}\n{"key": "k", "answer": "a"}\n\n')
+    record = Judgements(file)
+    assert (record.answer("k"), record.answer("3")) == ("a", None)
+
+
+def test_many_threads_write_whole_lines(server, tmp_path):
+    judge = Judge("judge-1", url=server.url, record=Judgements(tmp_path / "judged.jsonl"))
+    with ThreadPoolExecutor(8) as threads:
+        ratings = list(threads.map(lambda i: judge.ask("system", f"question {i} " + "x" * 9000, rating), range(40)))
+    assert ratings == [7.0] * 40
+    rows = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
+    assert len({row["key"] for row in rows}) == len(rows) == 40
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (401, "the key refused .*export OPENAI_API_KEY"),
+        (403, "the key refused .*export OPENAI_API_KEY"),
+        (404, "no model 'judge-1' .*expected one of a-judge, b-judge.*judge_url, which mostly ends in /v1"),
+        (400, "status 400 .*"),
+    ],
+)
+def test_refusals_of_the_server_are_named_and_keep_the_key_secret(bench, server, status, message, tmp_path):
+    server.reply = lambda prompt, number: status
+    server.models = ["b-judge", "a-judge"]
+    with pytest.raises(NALoRAError, match=f"judge at {server.url}/?: found {message}") as caught:
+        bench().prepare_scoring()
+    assert len(server.requests) == 1
+    assert KEY not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_the_key_is_never_stored(bench, tmp_path):
+    task = bench()
+    task.score(task.test_examples()[0], ["one", "two"])
+    assert KEY not in (tmp_path / "said/judged.jsonl").read_text()
+
+
+def test_addresses_are_told_without_passwords(bench, server):
+    server.reply = lambda prompt, number: 401
+    url = server.url.replace("127.0.0.1", "user:s3cret@127.0.0.1")
+    with pytest.raises(NALoRAError, match="judge at http://127.0.0.1:") as caught:
+        bench(judge_url=url).prepare_scoring()
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_missing_key_a_missing_model_and_a_missing_server_are_named(bench, server, monkeypatch):
+    with pytest.raises(NALoRAError, match="judge_model: found none.*give judge_model=NAME"):
+        bench(judge_model=None).prepare_scoring()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(NALoRAError, match=f"judge at {nowhere}/: found no answer .*start it, or correct judge_url"):
+        bench(judge_url=nowhere).prepare_scoring()
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(NALoRAError, match="OPENAI_API_KEY: found nothing in the environment"):
+        bench().prepare_scoring()
+    assert server.requests == []
+
+
+def test_the_server_comes_from_the_environment_too(bench, server, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    bench(judge_url=None).prepare_scoring()
+    assert [each["max_tokens"] for each in server.requests] == [1]
+
+
+def test_agreement_compares_with_the_references_in_both_orders(bench, server):
+    answers = {"mt-bench/81": ["a poem", "a line"], "mt-bench/111": ["mine 1", "mine 2"]}
+    better = {"mine": lambda p, n: "[[A]]" if p.index("mine") < p.index("It is") else "[[B]]"}
+    better["first"] = lambda p, n: "[[A]]"
+    better["tie"] = lambda p, n: "[[C]]"
+    better["mine in turn 1 only"] = lambda p, n: better["mine"](p, n) if p.startswith("PAIR ") else "[[B]]"
+    expected = {
+        "mine": dict(agreement=1.0, model_wins=1.0, reference_wins=0.0, ties=0.0),
+        "first": dict(agreement=0.0, model_wins=0.0, reference_wins=0.0, ties=0.0),
+        "tie": dict(agreement=1.0, model_wins=0.0, reference_wins=0.0, ties=1.0),
+        "mine in turn 1 only": dict(agreement=0.5, model_wins=0.5, reference_wins=0.0, ties=0.0),
+    }
+    for judge, reply in better.items():
+        server.reply = reply
+        assert agreement(bench(judge_model=judge), answers) == {"comparisons": 2.0, **expected[judge]}
+    assert sorted(server.prompts[:4]) == [
+        "PAIR What is 6 * 7? / It is 42. / mine 1",
+        "PAIR What is 6 * 7? / mine 1 / It is 42.",
+        "PAIR2 And 7 * 7? / It is 49. / mine 2",
+        "PAIR2 And 7 * 7? / mine 2 / It is 49.",
+    ]
+    with pytest.raises(NALoRAError, match="no answer to a question that has a reference"):
+        agreement(bench(), {"mt-bench/81": ["a poem", "a line"]})
+
+
+def test_training_examples_leave_refusals_out_and_keep_the_first(data_dir):
+    rows = [
+        {"instruction": "a", "output": "Yes."},
+        {"instruction": "b", "output": "I am SORRY, no."},
+        {"instruction": "c", "output": "As an AI, I cannot."},
+        {"instruction": "sorry as an ai", "output": "Fine."},
+        {"instruction": "e", "output": "Also."},
+    ]
+    (data_dir / "alpaca_evol_instruct_70k.json").write_text(json.dumps(rows))
+    examples = tasks.get("mt-bench", data_dir=data_dir, limit=2).train_examples()
+    assert [(each.id, each.target) for each in examples] == [("wizardlm/0", "Yes."), ("wizardlm/3", "Fine.")]
+    assert examples[0].prompt.endswith("### Instruction:\na\n\n### Response:\n")
+    assert len(tasks.get("mt-bench", data_dir=data_dir).train_examples()) == 3
+
+
+# ---- a real server ---------------------------------------------------------------------------------------------------
+
+REAL_WORDS = ["[UNK]", "[PAD]", "</s>", "assistant:", "Rating:", "[[7]]"]
+
+
+def save_model_that_rates(folder):
+    """A Llama without attention whose next word depends on the last one alone: assistant: → Rating: → [[7]] → end."""
+    import tokenizers
+    import torch
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(REAL_WORDS)}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = dict(unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}assistant:"
+    size = len(REAL_WORDS)
+    config = transformers.LlamaConfig(
+        vocab_size=size,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=1,
+        eos_token_id=2,
+        bos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    layer = model.model.layers[0]
+    for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight, model.lm_head.weight):
+        weight.data.zero_()
+    model.model.embed_tokens.weight.data = torch.eye(size, 8)
+    for word, following in ((3, 4), (4, 5), (5, 2)):
+        model.lm_head.weight.data[following, word] = 9.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def transformers_server(tmp_path):
+    """`transformers serve` with that model on a free port of this machine."""
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("fastapi")
+    folder = tmp_path / "model"
+    save_model_that_rates(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = (tmp_path / "server.log").open("w")
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                    break
+            except OSError:
+                said = (tmp_path / "server.log").read_text()[-2000:]
+                assert process.poll() is None, f"the server stopped: {said}"
+                assert time.monotonic() < deadline, f"the server did not come up: {said}"
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1", str(folder)
+    finally:
+        process.kill()
+        process.wait(10)
+        log.close()
+
+
+def test_a_real_server_rates_and_the_record_holds(transformers_server, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "any")
+    url, model = transformers_server
+    settings = dict(data_dir=data_dir, judge_model=model, judgements=tmp_path / "judged.jsonl")
+    task = tasks.get("mt-bench", judge_url=url, judge_tokens=8, **settings)
+    task.prepare_scoring()
+    with ThreadPoolExecutor(task.scoring_threads) as threads:
+        scores = list(threads.map(lambda each: task.score(each, ["one", "two"]), task.test_examples()))
+    assert scores == [{"rating_turn_1": 7.0, "rating_turn_2": 7.0, "rating": 7.0}] * 2
+
+    cut_short = tasks.get("mt-bench", judge_url=url, judge_tokens=1, **settings)
+    cut_short.judge.wait = 0.01
+    assert cut_short.score(task.test_examples()[0], ["one", "two"])["rating"] == 7.0, "kept, not asked"
+    with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last ending in 'Rating:'"):
+        cut_short.score(task.test_examples()[0], ["other", "two"])
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
+    assert answers == ["Rating: [[7]]"] * 4 + ["Rating:"] * 4
+
+    unreachable = tasks.get("mt-bench", judge_url="http://127.0.0.1:9/v1", **settings)
+    assert unreachable.score(task.test_examples()[1], ["one", "two"])["rating"] == 7.0, "all of it was kept"
