@@ -14,6 +14,7 @@ from nalora.evaluation.records import Records
 from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded
 from nalora.tasks import Example, Scores, Task
+from nalora.tasks.images import ImageTask
 from nalora.training.data import Encoder
 from nalora.training.folder import write_json
 
@@ -91,6 +92,8 @@ def _write(
     """Fill in the outputs that are missing; how fast that was."""
     if all(each.id in outputs for each in examples):
         return {}
+    if isinstance(task, ImageTask):
+        return _classify(loaded, task, len(examples), outputs, report)
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     writer = Writer(
         loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
@@ -111,13 +114,32 @@ def _write(
     return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
 
 
+def _classify(loaded: Loaded, task: ImageTask, count: int, outputs: Records, report: Report) -> dict[str, float]:
+    """Fill in the classes that are missing; an answer is a class's name."""
+    from nalora.tasks.clip import classify
+
+    pictures = task.test_images()
+    missing = [i for i in range(count) if pictures.ids[i] not in outputs]
+    began = time.perf_counter()
+    for start in range(0, len(missing), 512):
+        part = [pictures[i] for i in missing[start : start + 512]]
+        labels = classify(loaded.model, part, loaded.processor.image_processor)
+        outputs.add([
+            {"id": each.id, "outputs": [task.classes[label]], "tokens": 0, "finished": True}
+            for each, label in zip(part, labels, strict=True)
+        ])  # fmt: skip
+        report("looking", count - len(missing) + start + len(part), count)
+    seconds = time.perf_counter() - began
+    return {"seconds": round(seconds, 2), "pictures_per_second": round(len(missing) / seconds, 1)}
+
+
 def _target_loss(
     loaded: Loaded, examples: Sequence[Example], folder: Path, style: str, batch_tokens: int, report: Report
 ) -> dict[str, Any] | None:
     """−log p of the right answers a token, with its interval; None for a task without them."""
-    known = Records(folder / "losses.jsonl")
-    if not all(each.target for each in examples):
+    if loaded.spec.kind == "clip" or not all(each.target for each in examples):
         return None
+    known = Records(folder / "losses.jsonl")
     missing = [each for each in examples if each.id not in known]
     for start in range(0, len(missing), 256):
         part = missing[start : start + 256]

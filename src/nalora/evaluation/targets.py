@@ -17,6 +17,7 @@ from nalora.evaluation.evaluate import Report, evaluate
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.tasks import Task
+from nalora.tasks.images import ImageTask
 from nalora.training.folder import RunFolder
 from nalora.training.run import kind_of
 from nalora.training.settings import Run, RunSettings, check
@@ -64,11 +65,12 @@ def evaluate_target(
         return dict(_evaluate_run(folder, request, output, device, report))
     if request.task is None:
         raise NALoRAError(target, found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
-    task = tasks.get(request.task, data_dir=request.data_dir, **(request.options or {}))
+    options = request.options or {}
+    task = tasks.get(request.task, data_dir=request.data_dir, **options)
     settings = RunSettings(target, request.task, device=device)
-    loaded = loading.load(settings.model_spec(kind_of(task, settings)))
+    loaded = _as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
     place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
-    return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report)}
+    return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report, options)}
 
 
 def _evaluate_run(
@@ -88,19 +90,30 @@ def _evaluate_run(
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
     place = (output or folder.evaluations) / name
-    base = loading.load(spec)
+    base = _as_asked(loading.load(spec), task)
     if request.with_base:
         yield "base", _evaluate(base, task, place / "base", request, style, report)
-    yield "adapted", _evaluate(_adapted(base, spec, trained), task, place / "adapted", request, style, report, trained)
+    yield (
+        "adapted",
+        _evaluate(_adapted(base, spec, trained, task), task, place / "adapted", request, style, report, trained),
+    )
 
 
-def _adapted(base: Loaded, spec: ModelSpec, trained: Path) -> Loaded:
+def _as_asked(loaded: Loaded, task: Task) -> Loaded:
+    """The model as the task asks it: a CLIP becomes a classifier of the task's classes."""
+    if isinstance(task, ImageTask):
+        from nalora.tasks.clip import classifier
+
+        return classifier(loaded, task)
+    return loaded
+
+
+def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded:
     if (trained / "adapter_config.json").is_file():
         import peft
 
         return Loaded(peft.PeftModel.from_pretrained(base.model, str(trained)).eval(), base.processor, spec)
-    model = loading.load(replace(spec, name=str(trained)), processor=base.processor)
-    return model
+    return _as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
 
 
 def _evaluate(
@@ -110,13 +123,14 @@ def _evaluate(
     request: Request,
     style: str,
     report: Report,
+    options: dict[str, Any],
     trained: Path | None = None,
 ) -> dict[str, Any]:
     """Ask, in a folder whose name says which weights and which prompts: others are never mixed in."""
     spec = loaded.spec
     identity = {
         "model": spec.name, "revision": spec.revision, "dtype": str(next(loaded.model.parameters()).dtype),
-        "quantise": spec.quantise, "style": style, "task": vars(task), "weights": _digest(trained),
+        "quantise": spec.quantise, "style": style, "task": [task.name, options], "weights": _digest(trained),
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:10]
     return evaluate(

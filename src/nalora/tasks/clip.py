@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from nalora.tasks.images import Picture
+from nalora.models.loading import Loaded
+from nalora.tasks.images import ImageTask, Picture
 
 # Every linear layer of the vision tower and the projection after it; in a whole CLIPModel the same layers and no more.
 TARGET_MODULES = r"vision_model\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|visual_projection"
@@ -46,6 +47,12 @@ class CLIPClassifier(nn.Module):
         logits = self.logit_scale * nn.functional.normalize(images, dim=-1) @ self.head.T
         loss = nn.functional.cross_entropy(logits.float(), labels) if labels is not None else None
         return ImageClassifierOutput(loss=loss, logits=logits)
+
+
+def classifier(loaded: Loaded, task: ImageTask) -> Loaded:
+    """A loaded CLIP as the classifier of a task's classes, on the same weights."""
+    model = CLIPClassifier(loaded.model, loaded.processor.tokenizer, task.prompts())
+    return Loaded(model.eval(), loaded.processor, loaded.spec)
 
 
 @torch.no_grad()

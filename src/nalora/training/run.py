@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.utils.data import Dataset
 
 from nalora import tasks
 from nalora.errors import NALoRAError
+from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
 from nalora.tasks import Task
+from nalora.tasks.images import ImageTask
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
-from nalora.training.data import Collator, Encoder, Row, TrainingRows, encode
+from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.folder import RunFolder
 from nalora.training.settings import Run, RunSettings
 
@@ -42,15 +46,17 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
     with console.status(f"loading {settings.model}"):
         loaded = loading.load(settings.model_spec(kind_of(task, settings)))
-    rows, dataset, collator = training_data(task, loaded, settings)
-    for line in described(rows):
+    material = prepare(task, loaded, settings)
+    for line in described(material.rows):
         console.print(line, highlight=False)
-    network: Any = loaded.model.train()
-    # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
-    caching, network.config.use_cache = network.config.use_cache, False
-    model = run.method.prepare(loaded.model, settings.adapter(), settings.seed)
+    config: Any = getattr(material.model, "config", None)
+    caching = getattr(config, "use_cache", None)
+    if caching:
+        # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
+        config.use_cache = False
+    model = run.method.prepare(material.model.train(), material.adapter, settings.seed)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
-    trainer = make_trainer(run, model, dataset, collator, [RunRecord(folder), stop, bar])
+    trainer = make_trainer(run, model, material, [RunRecord(folder), stop, bar])
     run.method.attach(trainer)
     folder.forget_metrics_after(_step_of(checkpoint))
     began = time.perf_counter()
@@ -70,12 +76,15 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "seconds": round(time.perf_counter() - began, 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
-        **(rows_summary(rows) if rows else {}),
+        **rows_summary(material),
     }
     if trainer.is_world_process_zero():
-        network.config.use_cache = caching
-        save: Any = model
-        save.save_pretrained(folder.model if run.method.name == "full" else folder.adapter)
+        if caching:
+            config.use_cache = caching
+        trained: Any = loaded.model if run.method.name == "full" else model
+        trained.save_pretrained(folder.model if run.method.name == "full" else folder.adapter)
+        if run.method.name == "full":
+            loaded.processor.save_pretrained(folder.model)
         folder.finish(result)
     return result
 
@@ -94,35 +103,55 @@ def kind_of(task: Task, settings: RunSettings) -> str:
     return wanted if wanted in task.models else task.models[0]
 
 
-class RowDataset(Dataset[Row]):
-    """Rows that a Trainer can draw from."""
+class RowDataset(Dataset[Any]):
+    """Rows of tokens, or pictures, that a Trainer can draw from."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Any]) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Any:
         return self.rows[index]
 
 
-def training_data(task: Task, loaded: Loaded, settings: RunSettings) -> tuple[TrainingRows | None, Any, Any]:
-    """(rows with what was left out, dataset, collator) of the task for this model."""
-    if loaded.spec.kind == "clip":
-        raise NALoRAError(
-            f"task {task.name!r}", found="a task of pictures", expected="a task of text", fix="use a CLIP recipe"
-        )
-    examples = task.train_examples()
-    if settings.train_limit:
-        examples = examples[: settings.train_limit]
+@dataclass(frozen=True)
+class Material:
+    """What a run trains, and on what; `rows` says what was left out, for text."""
+
+    model: nn.Module
+    dataset: Any
+    collator: Any
+    adapter: Adapter
+    rows: TrainingRows | None = None
+
+
+def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
+    """The task's training set for this model."""
+    adapter = settings.adapter()
+    if isinstance(task, ImageTask):
+        from nalora.tasks import clip
+
+        if adapter.target_modules == "all-linear":
+            adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
+        pictures: Sequence[Any] = task.train_images()
+        if settings.train_limit:
+            pictures = pictures[: settings.train_limit]
+        collator = clip.PictureCollator(loaded.processor.image_processor)
+        return Material(clip.classifier(loaded, task).model, RowDataset(pictures), collator, adapter)
+    examples = task.train_examples()[: settings.train_limit]
     encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
     rows = encode(examples, encoder, settings.max_length, too_long=settings.too_long, packing=settings.packing)
-    return rows, RowDataset(rows.rows), Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
 
 
-def rows_summary(rows: TrainingRows) -> dict[str, int]:
+def rows_summary(material: Material) -> dict[str, int]:
     """What the result says of the data."""
+    rows = material.rows
+    if rows is None:
+        return {"examples": len(material.dataset)}
     return {
         "examples": rows.examples,
         "rows": len(rows.rows),
@@ -142,7 +171,7 @@ def described(rows: TrainingRows | None) -> list[str]:
     return lines
 
 
-def make_trainer(run: Run, model: Any, dataset: Any, collator: Any, callbacks: list[Any]) -> Any:
+def make_trainer(run: Run, model: Any, material: Material, callbacks: list[Any]) -> Any:
     """A `transformers.Trainer` with the run's settings."""
     from transformers import Trainer, TrainingArguments
 
@@ -189,7 +218,13 @@ def make_trainer(run: Run, model: Any, dataset: Any, collator: Any, callbacks: l
         disable_tqdm=True,
         dataloader_pin_memory=device.startswith("cuda"),
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=callbacks)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=material.dataset,
+        data_collator=material.collator,
+        callbacks=callbacks,
+    )
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
