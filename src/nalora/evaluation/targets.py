@@ -92,11 +92,9 @@ def _evaluate_run(
     place = (output or folder.evaluations) / name
     base = _as_asked(loading.load(spec), task)
     if request.with_base:
-        yield "base", _evaluate(base, task, place / "base", request, style, report)
-    yield (
-        "adapted",
-        _evaluate(_adapted(base, spec, trained, task), task, place / "adapted", request, style, report, trained),
-    )
+        yield "base", _evaluate(base, task, place / "base", request, style, report, options)
+    adapted = _adapted(base, spec, trained, task)
+    yield "adapted", _evaluate(adapted, task, place / "adapted", request, style, report, options, trained)
 
 
 def _as_asked(loaded: Loaded, task: Task) -> Loaded:
