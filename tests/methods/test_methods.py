@@ -1,0 +1,52 @@
+"""The methods of a run: what learns, and that the same seed starts the same adapter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import nalora
+from nalora import methods
+from nalora.methods.method import Adapter
+
+
+def base():
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def learning(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", ["lora", "na-lora"])
+def test_adapters_are_float32_and_the_same_for_a_seed(name):
+    one, same, other = (learning(methods.get(name)().prepare(base(), Adapter(rank=4), seed)) for seed in (1, 1, 2))
+    assert all("lora_" in each and p.dtype == torch.float32 for each, p in one.items())
+    assert all(torch.equal(p, same[each]) for each, p in one.items())
+    assert any(not torch.equal(p, other[each]) for each, p in one.items())
+
+
+def test_full_lets_everything_learn_but_not_a_quantised_model():
+    model = methods.get("full")().prepare(base(), Adapter(), 0)
+    assert len(learning(model)) == len(list(model.parameters()))
+    model.is_quantized = True
+    with pytest.raises(nalora.NALoRAError, match="a quantised model"):
+        methods.get("full")().prepare(model, Adapter(), 0)
+
+
+def test_an_unknown_method_names_the_nearest():
+    with pytest.raises(nalora.NALoRAError, match="did you mean 'na-lora'"):
+        methods.get("nalora")
+
+
+def test_na_lora_s_fields_are_the_controllers():
+    import dataclasses
+
+    ours = {f.name: f.default for f in dataclasses.fields(methods.get("na-lora")) if f.name != "kernels"}
+    theirs = {f.name: f.default for f in dataclasses.fields(nalora.NALoRAConfig)}
+    assert ours.items() <= theirs.items()

@@ -1,0 +1,30 @@
+"""Every recipe is a run that could start, and opens with the command that starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import nalora
+from nalora.training.settings import read
+
+RECIPES = sorted((Path(nalora.__file__).parent / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_it_is_understood(file):
+    run = read(file)
+    assert run.settings.output == f"runs/{file.stem}"
+    command = f"# nalora train recipes/{file.name} && nalora evaluate runs/{file.stem}"
+    assert file.read_text().splitlines()[0] == command
+
+
+def test_the_papers_protocol_is_there():
+    names = {file.stem for file in RECIPES}
+    llamas = {f"{model}-{task}" for model in ("llama-3.1-8b", "llama-2-7b") for task in ("math", "code", "chat")}
+    assert names >= {*llamas, "t5-base-glue", "clip-vit-b16", "laptop"}
+    for name in llamas:
+        run = read(next(file for file in RECIPES if file.stem == name), ["rank=32"])
+        assert (run.settings.rank, run.settings.alpha, run.settings.batch_size) == (32, 16, 32)
+        assert (run.settings.learning_rate, run.settings.warmup, run.settings.schedule) == (2e-5, 0.03, "cosine")
