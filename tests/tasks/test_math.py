@@ -71,6 +71,13 @@ def test_metamathqa_is_cut_before_it_repeats_the_answer(hub):
     assert tasks.get("gsm8k", cut_answer=True).train_examples()[0].target == "It is 9.\n#### 9"
 
 
+def test_examples_held_out_of_training_can_be_scored(hub, folder):
+    for task in (tasks.get("gsm8k"), tasks.get("gsm8k", cut_answer=True), tasks.get("gsm8k", data_dir=folder)):
+        for example in task.train_examples():
+            assert task.score(example, [example.target])["accuracy"] == 1
+            assert task.score(example, ["#### 77"])["accuracy"] == 0
+
+
 @pytest.mark.parametrize("file", ["metamathqa/MetaMathQA-395K.json", "MetaMathQA-395K.json", "MetaMathQA.jsonl"])
 def test_metamathqa_is_read_from_its_file(tmp_path, file):
     (tmp_path / "metamathqa").mkdir()

@@ -108,10 +108,7 @@ class GSM8K(Task):
             answer = _field(row, "answer", where, index)
             target = answer if self.calculator else _CALCULATOR.sub("", answer)
             prompt = self._prompt(_field(row, "question", where, index))
-            examples.append(
-                # Only the last line: an output is compared with the result, whatever the way there.
-                Example(f"gsm8k-{split}-{index}", prompt, target, facts={"answer": answer[answer.rfind("####") :]})
-            )
+            examples.append(Example(f"gsm8k-{split}-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
         return examples
 
     def _from_metamathqa(self) -> list[Example]:
@@ -127,11 +124,10 @@ class GSM8K(Task):
             # The other half was made from MATH, whose answers are no plain numbers.
             if "GSM" not in _field(row, "type", where, index):
                 continue
-            target = _field(row, "response", where, index)
-            if self.cut_answer:
-                target = _REPEATED.split(target)[0]
+            answer = _field(row, "response", where, index)
+            target = _REPEATED.split(answer)[0] if self.cut_answer else answer
             prompt = self._prompt(_field(row, "query", where, index))
-            examples.append(Example(f"metamathqa-{index}", prompt, target))
+            examples.append(Example(f"metamathqa-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
         return examples
 
 
@@ -143,6 +139,11 @@ def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Ta
 def _holds_training(data_dir: str | Path) -> bool:
     folder = Path(data_dir).expanduser()
     return any((folder / file).is_file() for file in _GSM8K["train"])
+
+
+def _conclusion(answer: str) -> str:
+    """The reference without the way there: what follows its mark, or all of it where it has none."""
+    return answer[max(answer.rfind("####"), 0) :]
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
