@@ -1,0 +1,249 @@
+"""Five GLUE tasks as text to text: MNLI (matched), SST-2, CoLA, QNLI and MRPC, in T5's own format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+from nalora.errors import NALoRAError
+from nalora.tasks import sources
+from nalora.tasks.task import Example, Scores, Task
+
+Prompt = Literal["t5", "decoder"]
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One of the sets.
+
+    Args:
+        labels: the words T5 writes, at the number that the hub gives the label.
+        texts: what T5 calls each text, and the hub's column of it, in T5's order.
+        file_columns: the column in files of each column above, and of "label"; the same name where it is missing.
+        train_files: names of the training file; the first that is there.
+        test_files: names of the test file; each entry may be several files, read one after the other.
+        header: the columns of files that do not name them.
+        test_split: the hub's; its "test" has no labels.
+        extra: a measure besides accuracy, of the label numbered 1.
+    """
+
+    title: str
+    labels: tuple[str, ...]
+    texts: dict[str, str]
+    file_columns: dict[str, str]
+    train_files: tuple[str, ...]
+    test_files: tuple[tuple[str, ...], ...]
+    header: tuple[str, ...] | None = None
+    test_split: str = "validation"
+    extra: Literal["mcc", "f1"] | None = None
+
+
+_SETS = {
+    "mnli": _Set(
+        "MNLI, matched",
+        labels=("entailment", "neutral", "contradiction"),
+        texts={"hypothesis": "hypothesis", "premise": "premise"},
+        file_columns={"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
+        train_files=("train.tsv",),
+        test_files=(("dev_matched.tsv",),),
+        test_split="validation_matched",
+    ),
+    "sst2": _Set(
+        "SST-2",
+        labels=("negative", "positive"),
+        texts={"sentence": "sentence"},
+        file_columns={},
+        train_files=("train.tsv",),
+        test_files=(("dev.tsv",),),
+    ),
+    "cola": _Set(
+        "CoLA",
+        labels=("unacceptable", "acceptable"),
+        texts={"sentence": "sentence"},
+        file_columns={},
+        train_files=("in_domain_train.tsv", "train.tsv"),
+        # Together they are the hub's validation split.
+        test_files=(("in_domain_dev.tsv", "out_of_domain_dev.tsv"), ("dev.tsv",)),
+        header=("source", "label", "mark", "sentence"),
+        extra="mcc",
+    ),
+    "qnli": _Set(
+        "QNLI",
+        labels=("entailment", "not_entailment"),
+        texts={"question": "question", "sentence": "sentence"},
+        file_columns={},
+        train_files=("train.tsv",),
+        test_files=(("dev.tsv",),),
+    ),
+    "mrpc": _Set(
+        "MRPC",
+        labels=("not_equivalent", "equivalent"),
+        texts={"sentence1": "sentence1", "sentence2": "sentence2"},
+        file_columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+        train_files=("msr_paraphrase_train.txt", "train.tsv"),
+        # The corpus' own test file; the hub's 408 validation rows are another split, cut from its training file.
+        test_files=(("msr_paraphrase_test.txt",), ("dev.tsv",)),
+        extra="f1",
+    ),
+}
+
+
+class GLUE(Task):
+    """A sentence or a pair of them, and a word for its label.
+
+    "answered" is the share of answers that are one of the label words; any other answer is wrong, never guessed.
+    "mcc" (CoLA) and "f1" (MRPC, of "equivalent") are no means over examples, so `score` does not give them.
+
+    Args:
+        name: mnli, sst2, cola, qnli or mrpc.
+        data_dir: a folder with the files, or with folders ``NAME`` or ``glue/NAME`` of them; the hub if left out.
+        prompt: "t5" is T5's format; "decoder" adds a line that a decoder can go on from.
+
+    Raises:
+        NALoRAError: a prompt of another name.
+    """
+
+    models = ("seq2seq", "causal")
+    # Enough for the longest label, "not_entailment", in any vocabulary we know; what is longer is no label.
+    max_new_tokens = 10
+    stop = ("\n",)
+
+    def __init__(self, name: str, data_dir: str | Path | None = None, prompt: Prompt = "t5") -> None:
+        if prompt not in ("t5", "decoder"):
+            raise NALoRAError(f"{name}, prompt", found=repr(prompt), expected="t5 or decoder", fix="give one of these")
+        self.name, self.data_dir, self.prompt = name, data_dir, prompt
+        self._set = _SETS[name]
+        self.title = self._set.title
+        self.measures = ("accuracy", *([self._set.extra] if self._set.extra else []), "answered")
+
+    def train_examples(self) -> Sequence[Example]:
+        """The training split, in file order.
+
+        Raises:
+            NALoRAError: the data is not there, or is something else.
+        """
+        if self.data_dir is None:
+            return self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
+        rows = sources.tsv_rows(self._file(self.data_dir, *self._set.train_files), self._set.header)
+        if self.name == "mrpc":
+            # Ids that repeat are four made-up sentences in a public copy, all numbered -1; the corpus has 4,076 pairs.
+            seen = Counter((row.get("#1 ID"), row.get("#2 ID")) for row in rows)
+            rows = [row for row in rows if seen[row.get("#1 ID"), row.get("#2 ID")] == 1]
+        return self._examples("train", rows, self._set.file_columns)
+
+    def test_examples(self) -> Sequence[Example]:
+        """The hub's validation split, or the labelled test file of a folder, in file order.
+
+        Raises:
+            NALoRAError: the data is not there, or is something else.
+        """
+        if self.data_dir is None:
+            rows = sources.hub_rows(self.name, "nyu-mll/glue", self._set.test_split, self.name)
+            return self._examples("test", rows, {})
+        first = self._file(self.data_dir, *(files[0] for files in self._set.test_files))
+        files = next(files for files in self._set.test_files if files[0] == first.name)
+        found = [self._file(first.parent, file) for file in files]
+        rows = [row for file in found for row in sources.tsv_rows(file, self._set.header)]
+        return self._examples("test", rows, self._set.file_columns)
+
+    def score(self, example: Example, outputs: Sequence[str]) -> Scores:
+        """Whether the answer is the label's word, and whether it is any label's."""
+        answer = outputs[0].strip()
+        return {
+            "accuracy": float(answer == example.facts["label"]),
+            "answered": float(answer in self._set.labels),
+        }
+
+    def summarise(self, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, float]:
+        """The means, and the set's own measure over all answers."""
+        summary = {name: sum(each[name] for each in scores) / len(scores) for name in ("accuracy", "answered")}
+        if self._set.extra:
+            labels = [example.facts["label"] for example in examples]
+            answers = [self._answer(*pair) for pair in zip(labels, scores, strict=True)]
+            positive = self._set.labels[1]
+            summary[self._set.extra] = (
+                mcc(labels, answers) if self._set.extra == "mcc" else f1(labels, answers, positive)
+            )
+        return {name: summary[name] for name in self.measures}
+
+    def chance(self, examples: Sequence[Example]) -> dict[str, float]:
+        """The accuracy of always giving the commonest label."""
+        ((label, count),) = Counter(example.facts["label"] for example in examples).most_common(1)
+        return {f"majority class ({label})": count / len(examples)}
+
+    def _answer(self, label: str, scores: Scores) -> str | None:
+        """The label that was given: sets with a measure of their own have two, so a wrong one is the other."""
+        if scores["accuracy"]:
+            return label
+        return next(word for word in self._set.labels if word != label) if scores["answered"] else None
+
+    def _file(self, data_dir: str | Path, *names: str) -> Path:
+        folders = (f"glue/{self.name}/", f"{self.name}/", "")
+        return sources.find_file(self.name, data_dir, [folder + name for name in names for folder in folders])
+
+    def _examples(self, split: str, rows: sources.Rows, columns: dict[str, str]) -> list[Example]:
+        examples = []
+        for index, row in enumerate(rows):
+            where = f"{self.name} {split}, row {index}"
+            texts = {word: _column(row, columns.get(name, name), where) for word, name in self._set.texts.items()}
+            label = self._label(_column(row, columns.get("label", "label"), where), where)
+            prompt = f"{self.name} " + " ".join(f"{word}: {text.strip()}" for word, text in texts.items())
+            if self.prompt == "decoder":
+                # A line break before the label is a token of its own; a space would be part of the label's.
+                prompt += "\nlabel:\n"
+            examples.append(Example(f"{self.name}-{split}-{index}", prompt, label, facts={"label": label}))
+        return examples
+
+    def _label(self, value: str, where: str) -> str:
+        labels = self._set.labels
+        if value.isdecimal() and int(value) < len(labels):
+            return labels[int(value)]
+        if value in labels:
+            return value
+        raise NALoRAError(
+            where,
+            found=f"the label {value!r}",
+            expected=f"one of {', '.join(labels)} or its number",
+            fix="use a split with labels: GLUE keeps those of its test split secret",
+        )
+
+
+def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
+    """The GLUE task of that name; the options are those of `GLUE`."""
+    return GLUE(name, data_dir, **options)
+
+
+def mcc(labels: Sequence[str], answers: Sequence[str | None]) -> float:
+    """Matthews' correlation of labels and answers, for any number of classes; 0 where one side is constant.
+
+    No answer (None) is a class of its own.
+    """
+    total = len(labels)
+    right = sum(label == answer for label, answer in zip(labels, answers, strict=True))
+    per_label, per_answer = Counter[str | None](labels), Counter(answers)
+    expected = sum(count * per_answer[label] for label, count in per_label.items())
+    spread = [total**2 - sum(count**2 for count in counts.values()) for counts in (per_label, per_answer)]
+    return (right * total - expected) / sqrt(spread[0] * spread[1]) if all(spread) else 0.0
+
+
+def f1(labels: Sequence[str], answers: Sequence[str | None], positive: str) -> float:
+    """The harmonic mean of precision and recall of one label; 0 where it is never right."""
+    both = sum(label == answer == positive for label, answer in zip(labels, answers, strict=True))
+    either = sum(label == positive for label in labels) + sum(answer == positive for answer in answers)
+    return 2 * both / either if either else 0.0
+
+
+def _column(row: dict[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if value is None:
+        raise NALoRAError(
+            where,
+            found=f"no {name!r} among {', '.join(map(str, row))}",
+            expected="the data set's own columns",
+            fix="fetch the file again, or give another data_dir",
+        )
+    return str(value)

@@ -1,0 +1,229 @@
+"""Families of reasoning-gym: endless questions with a scorer of their own, learnt from and asked without overlap."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError
+from nalora.tasks.task import Example, Scores, Task
+
+# Item i of a dataset is drawn from its seed + i: seeds 0 and 1 share all items but one. So training and test sets,
+# and those of the next seed, start this far apart, and no set may be longer.
+_APART = 1_000_000
+# NumPy's seeds, which some families use, end at 2³².
+_LAST_SEED = 2**32 // (2 * _APART) - 1
+# They go through Python sets, whose order changes from process to process. Found by drawing 150 items of every family
+# of 0.1.25 under two hash seeds.
+_BY_HASH = (
+    "intermediate_integration",
+    "isomorphic_strings",
+    "knight_swap",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
+# Its programs draw numbers that no seed reaches: 4 of 100 items differ when drawn again.
+_UNREPEATABLE = ("codeio",)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NONSENSE = "qqq"
+_CHECKED = 20
+
+Entry = dict[str, Any]
+
+
+class Gym(Task):
+    """One family: its questions, and what its own scorer says of the whole output, or of its last ``<answer>`` tag.
+
+    "accuracy" is the share of full scores; "score" is the mean, in which families give parts for what is nearly right.
+
+    Args:
+        name: ``gym/`` and the family.
+        train_size: how many questions are drawn to learn from; those that are also asked are removed then.
+        test_size: how many are asked.
+        seed: other questions on both sides, sharing none of the draws of another seed.
+        settings: the family's own, such as ``{"max_terms": 3}``.
+        max_new_tokens: room for the longest answer; some families answer with a page.
+
+    Raises:
+        NALoRAError: no such family or setting, a size or seed out of range, a family that cannot be drawn twice,
+            or reasoning-gym is not installed.
+    """
+
+    measures = ("accuracy", "score")
+    models = ("causal", "seq2seq")
+
+    def __init__(
+        self,
+        name: str,
+        train_size: int = 5_000,
+        test_size: int = 500,
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        max_new_tokens: int = 256,
+    ) -> None:
+        self.name, self.family = name, name.partition("/")[2]
+        self.title = f"reasoning-gym {self.family}"
+        self.max_new_tokens = max_new_tokens
+        self._check("train_size", train_size, 1, _APART)
+        self._check("test_size", test_size, 1, _APART)
+        self._check("seed", seed, 0, _LAST_SEED)
+        self.train_size, self.test_size, self.seed = train_size, test_size, seed
+        self.settings = dict(settings or {})
+        self._check_repeatable()
+        self._starts = {"train": 2 * seed * _APART, "test": (2 * seed + 1) * _APART}
+        self._datasets = {
+            side: self._dataset(size, self._starts[side]) for side, size in (("train", train_size), ("test", test_size))
+        }
+        self._drawn: dict[tuple[str, int], Entry] = {}
+
+    def train_examples(self) -> Sequence[Example]:
+        """Drawn questions, without those of the test set.
+
+        Raises:
+            NALoRAError: the family knows no answers, or too few questions for two sets.
+        """
+        asked = {self._entry("test", index)["question"] for index in range(self.test_size)}
+        kept = [index for index in range(self.train_size) if self._entry("train", index)["question"] not in asked]
+        if not kept:
+            raise NALoRAError(
+                self.name,
+                found=f"each of {self.train_size} drawn questions among the {self.test_size} of the test set",
+                expected="some to learn from",
+                fix="give settings with more variety, or a smaller test_size",
+            )
+        if any(self._entry("train", index)["answer"] is None for index in kept):
+            raise NALoRAError(
+                self.name,
+                found="questions without an answer: the family only checks answers",
+                expected="answers to learn from",
+                fix="learn from another family; this one can be asked",
+            )
+        return [self._example("train", index) for index in kept]
+
+    def test_examples(self) -> Sequence[Example]:
+        """Drawn questions; none of them is learnt from."""
+        return [self._example("test", index) for index in range(self.test_size)]
+
+    def score(self, example: Example, outputs: Sequence[str]) -> Scores:
+        """The family's own score of the answer, and whether it is the full one."""
+        tagged = _TAGGED.findall(outputs[0])
+        score = self._mark(example, (tagged[-1] if tagged else outputs[0]).strip())
+        return {"accuracy": float(score >= 1), "score": score}
+
+    def chance(self, examples: Sequence[Example]) -> dict[str, float]:
+        """The accuracy of always giving the commonest answer; nothing where the family knows no answers."""
+        ((answer, _),) = Counter(example.target for example in examples).most_common(1)
+        if not answer:
+            return {}
+        full = sum(self._mark(example, answer) >= 1 for example in examples)
+        return {f"commonest answer ({_short(answer)})": full / len(examples)}
+
+    def prepare_scoring(self) -> None:
+        """Try the family's scorer on its own answers, on nonsense, and on one answer to every question.
+
+        Raises:
+            NALoRAError: it does not accept the first, or accepts the second or third. In 0.1.25 that is
+                game_of_life_halting, where all that is written is right, and puzzle24, where any sum to 24 is.
+        """
+        examples = self.test_examples()[:_CHECKED]
+        for example in examples:
+            if example.target and self._mark(example, example.target) < 1:
+                self._refuse(f"its scorer does not accept its own answer {_short(example.target)!r}")
+            if self._mark(example, _NONSENSE) >= 1:
+                self._refuse(f"its scorer accepts {_NONSENSE!r}")
+        # A few may share a solution by chance; many may not.
+        answer = examples[0].target
+        others = [example for example in examples if example.target != answer]
+        if answer and len(others) > 2 and all(self._mark(example, answer) >= 1 for example in others):
+            self._refuse(f"its scorer accepts {_short(answer)!r} for every question")
+
+    def _example(self, side: str, index: int) -> Example:
+        entry = self._entry(side, index)
+        prompt = f"{entry['question'].rstrip()}\nGive only the answer.\nAnswer:\n"
+        target = (entry["answer"] or "").strip()
+        # Entries hold tuples, which come back from a file of JSON as lists and then score differently: so the draw.
+        facts = {"side": side, "index": index}
+        return Example(f"{self.family}-{side}-{self.seed}-{index}", prompt, target, facts=facts)
+
+    def _entry(self, side: str, index: int) -> Entry:
+        if (side, index) not in self._drawn:
+            # list_functions also draws from Python's global generator, so it is set for the draw and given back.
+            state = random.getstate()
+            random.seed(self._starts[side] + index)
+            try:
+                self._drawn[side, index] = self._datasets[side][index]
+            finally:
+                random.setstate(state)
+        return self._drawn[side, index]
+
+    def _mark(self, example: Example, answer: str) -> float:
+        side, index = example.facts["side"], example.facts["index"]
+        try:
+            return float(self._datasets[side].score_answer(answer, self._entry(side, index)))
+        except Exception:  # what a scorer cannot read is wrong: prime_factorization raises ValueError at words
+            return 0.0
+
+    def _dataset(self, size: int, seed: int) -> Any:
+        try:
+            from reasoning_gym.factory import DATASETS, create_dataset
+        except ImportError as error:
+            raise NALoRAError(
+                self.name,
+                found="no package `reasoning-gym`",
+                expected="it, to draw questions",
+                fix="pip install reasoning-gym",
+            ) from error
+        if self.family not in DATASETS:
+            close = difflib.get_close_matches(self.family, [*DATASETS], 3, cutoff=0.4)
+            raise NALoRAError(
+                self.name,
+                found=f"no family {self.family!r}",
+                expected=f"one of the {len(DATASETS)} of reasoning-gym",
+                fix=f"did you mean {' or '.join(close)}?" if close else "see reasoning_gym.factory.DATASETS",
+            )
+        try:
+            return create_dataset(self.family, **self.settings, size=size, seed=seed)
+        except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse
+            known = ", ".join(DATASETS[self.family][1].__dataclass_fields__)
+            raise NALoRAError(
+                f"{self.name}, settings",
+                found=f"{self.settings} ({error})",
+                expected=f"settings of the family, among {known}",
+                fix="see the family's configuration in reasoning-gym; sizes and seed are options of the task",
+            ) from error
+
+    def _check(self, option: str, value: int, least: int, most: int) -> None:
+        if not least <= value <= most:
+            raise NALoRAError(
+                f"{self.name}, {option}", found=str(value), expected=f"{least} to {most}", fix="give one of these"
+            )
+
+    def _check_repeatable(self) -> None:
+        if self.family in _UNREPEATABLE:
+            self._refuse("it draws other questions each time, so what is asked cannot be kept out of training")
+        if self.family in _BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise NALoRAError(
+                self.name,
+                found="questions that follow the order of Python sets, which changes with each process",
+                expected="the same questions in training and evaluation",
+                fix="run every process with PYTHONHASHSEED=0",
+            )
+
+    def _refuse(self, found: str) -> None:
+        raise NALoRAError(self.name, found=found, expected="a score that can be trusted", fix="use another family")
+
+
+def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
+    """The family after ``gym/``; the options are those of `Gym`, and data_dir is not needed."""
+    return Gym(name, **options)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 30 else f"{text[:29]}…"
