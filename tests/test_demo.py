@@ -15,7 +15,15 @@ from nalora import demo
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     model = tiny.saved_llama(tmp_path_factory.mktemp("model"))
-    return [f"model={model}", "prompt_style=plain", "steps=2", "train_size=40", "test_size=12", "device=cpu"]
+    return [
+        f"model={model}",
+        "prompt_style=plain",
+        "steps=2",
+        "train_size=40",
+        "test_size=12",
+        "device=cpu",
+        "max_length=900",
+    ]
 
 
 def run(folder, settings) -> tuple[bool, str]:

@@ -110,7 +110,7 @@ def test_intervals_stand_beside_every_measure(loaded, tmp_path):
 def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     settings = {
         "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 12,
-        "settings": {"max_terms": 2, "max_digits": 1, "min_digits": 1}, "output": str(tmp_path / "run"), "steps": 2,
+        "settings": {"max_terms": 2, "min_digits": 2}, "output": str(tmp_path / "run"), "steps": 2,
         "batch_size": 8, "device": "cpu", "learning_rate": 1e-2,
     }  # fmt: skip
     train(check(settings))

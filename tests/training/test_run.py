@@ -18,13 +18,14 @@ from nalora.training.folder import RunFolder
 from nalora.training.run import Interrupted, train
 from nalora.training.settings import check
 
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3}
 
 
 @pytest.fixture
 def settings(tmp_path):
     return {
-        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "settings": SUMS, "train_size": 48,
+        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "settings": SUMS,
+        "train_size": 48, "test_size": 8,
         "output": str(tmp_path / "run"), "steps": 6, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3,
         "log_every": 1, "device": "cpu", "max_length": 128,
     }  # fmt: skip
@@ -44,7 +45,7 @@ def test_an_ordinary_adapter_comes_out_and_the_loss_falls(settings, method, tmp_
     result = train(check({**settings, **method, "steps": 30, "learning_rate": 1e-2}))
     rows = metrics(settings["output"])
     assert [row["step"] for row in rows] == list(range(1, 31))
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.15
     assert ("nalora/mask_mean" in rows[-1]) == (method["method"] == "na-lora")
     assert result["examples"] == 48
     assert result["dropped_too_long"] == result["cut_too_long"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from nalora.errors import NALoRAError
 from nalora.tasks.task import Example, Scores, Task
 
-__all__ = ["Example", "Scores", "Task", "get", "names"]
+__all__ = ["Example", "Scores", "Task", "described", "get", "names", "options"]
 
 # The module that knows a task; loaded when the task is asked for, since many bring packages of their own.
 _MODULES = {
@@ -75,9 +76,20 @@ def module_of(name: str) -> str:
     return f"nalora.tasks.{_MODULES[name]}"
 
 
+def options(name: str) -> list[str]:
+    """The settings that the task has of its own.
+
+    Raises:
+        NALoRAError: no such task.
+    """
+    module = import_module(module_of(name))
+    taken = inspect.signature(getattr(module, "TASK", module.make)).parameters
+    return [option for option in taken if option not in ("name", "data_dir")]
+
+
 def described() -> list[tuple[str, str, str]]:
     """(name, what it is, measures) of every task, without loading its data."""
-    return [(name, *_DESCRIPTIONS.get(name, _DESCRIPTIONS[_MODULES.get(name, "gym")])) for name in names()]
+    return [(name, *_DESCRIPTIONS[name if name in _DESCRIPTIONS else _MODULES.get(name, "gym")]) for name in names()]
 
 
 _DESCRIPTIONS = {

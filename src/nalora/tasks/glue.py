@@ -212,6 +212,10 @@ class GLUE(Task):
         )
 
 
+# Whose settings a run may give.
+TASK = GLUE
+
+
 def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
     """The GLUE task of that name; the options are those of `GLUE`."""
     return GLUE(name, data_dir, **options)

@@ -220,6 +220,10 @@ class Gym(Task):
         raise NALoRAError(self.name, found=found, expected="a score that can be trusted", fix="use another family")
 
 
+# Whose settings a run may give.
+TASK = Gym
+
+
 def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
     """The family after ``gym/``; the options are those of `Gym`, and data_dir is not needed."""
     return Gym(name, **options)

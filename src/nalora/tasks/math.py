@@ -131,6 +131,10 @@ class GSM8K(Task):
         return examples
 
 
+# Whose settings a run may give.
+TASK = GSM8K
+
+
 def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
     """GSM8K; the options are those of `GSM8K`."""
     return GSM8K(data_dir, **options)

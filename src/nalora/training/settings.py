@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -214,20 +212,16 @@ def _method_of(given: dict[str, Any], problems: list[str]) -> type[Method] | Non
 
 
 def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:
-    """The settings that the task has of its own."""
-    if "task" not in given:
-        return []
     try:
-        make = import_module(tasks.module_of(str(given["task"]))).make
+        return tasks.options(str(given["task"])) if "task" in given else []
     except NALoRAError as error:
         problems.append(str(error))
         return []
-    return [name for name in inspect.signature(make).parameters if name not in ("name", "data_dir")]
 
 
 def _converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
     """The value as the setting's type; YAML reads 1e-4 as a text."""
-    choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if value is None and type(None) in choices:
         return None
     for choice in choices:
