@@ -22,7 +22,13 @@ from typing import Any
 
 from nalora.errors import NALoRAError
 
-_SCRIPT = Path(__file__).parent / "sandboxed" / "supervisor.py"
+_FOLDER = Path(__file__).parent / "sandboxed"
+# The folder as a package of its own: as a part of nalora its import would bring torch, and with its parent folder on
+# the path, `code.py` and the like would hide modules of the standard library.
+_START = (
+    "import sys, types; sys.path.remove(''); package = sys.modules['sandboxed'] = types.ModuleType('sandboxed'); "
+    "package.__path__ = [sys.argv[1]]; from sandboxed.supervisor import main; main()"
+)
 # The supervisor keeps the time itself; this is for a machine so busy that it does not get to.
 _GRACE_SECONDS = 30
 
@@ -158,12 +164,14 @@ try:
     print("it reaches the network")
 except OSError:
     pass
-for folder in ("/", "/usr", "/dev", "/etc", PREFIX, HOME):
+for folder in ("/", "/usr", "/dev", "/etc", PREFIX):
     try:
         open(os.path.join(folder, ".nalora-probe"), "x")
         print(f"it can write to {folder}")
     except OSError:
         pass
+if os.path.exists(FILE):
+    print("it sees our files")
 open("file", "w").write("it may write here")
 if os.environ:
     print(f"it sees the environment: {list(os.environ)}")
@@ -182,11 +190,11 @@ except OSError:
 def _fault(way: str) -> str | None:
     """What is wrong with a way of isolating: it cannot be had, or the probe found a hole; None when nothing is."""
     limits = Limits()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         facts = {
             "PORT": server.getsockname()[1],
             "PREFIX": sys.base_prefix,
-            "HOME": os.path.expanduser("~"),
+            "FILE": file.name,
             "PROCESSES": limits.processes,
         }
         program = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + _PROBE
@@ -203,11 +211,9 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
     with tempfile.TemporaryDirectory(prefix="nalora-") if way == "unsafe" else _InNamespace() as folder:
         settings = json.dumps({"way": way, "limits": asdict(limits), "folder": folder})
         # -S: no packages of ours. The seed: a program that depends on the order of a set gets one verdict, not two.
-        interpreter = [os.path.realpath(sys.executable), "-s", "-S"]
+        command = [os.path.realpath(sys.executable), "-s", "-S", "-c", _START, str(_FOLDER), settings]
         if way == "bubblewrap":
-            command = [*_bubblewrap(limits), *interpreter, f"/sandboxed/{_SCRIPT.name}", settings]
-        else:
-            command = [*interpreter, str(_SCRIPT), settings]
+            command = [*_bubblewrap(limits), *command]
         try:
             ended = subprocess.run(
                 command,
@@ -248,7 +254,7 @@ class _InNamespace:
 
 
 def _bubblewrap(limits: Limits) -> list[str]:
-    """bubblewrap with the same folders as `isolation.enter` shows, and our script as the first process."""
+    """bubblewrap with the same folders as `isolation.enter` shows, and our code."""
     command = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", sys.base_prefix]
     for source in dict.fromkeys(shown):
@@ -256,5 +262,17 @@ def _bubblewrap(limits: Limits) -> list[str]:
             command += ["--symlink", os.readlink(source), source]
         else:
             command += ["--ro-bind-try", source, source]
-    command += ["--dev", "/dev", "--remount-ro", "/dev", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
-    return [*command, "--ro-bind", str(_SCRIPT.parent), "/sandboxed", "--remount-ro", "/", "--cap-drop", "ALL"]
+    command += [
+        "--dir",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--remount-ro",
+        "/dev",
+        "--size",
+        str(limits.disk_bytes),
+        "--tmpfs",
+        "/tmp",
+    ]
+    # After /tmp, in which it may lie.
+    return [*command, "--ro-bind", str(_FOLDER), str(_FOLDER), "--remount-ro", "/", "--cap-drop", "ALL"]

@@ -19,8 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import isolation
-import values
+from . import isolation, values
 
 # An answer longer than this is no answer to a unit test; it bounds what the judge holds.
 _LONGEST_ANSWER = 16 << 20
@@ -66,6 +65,8 @@ def judge(way: str, limits: isolation.Limits, folder: str, verdict: int, output:
         for entry in job["entries"]:
             names[entry] = channel.ask("name", entry)
         exec(compile(tests, "tests", "exec"), names)
+        if channel.ended:  # and a bare `except:` of the tests took it
+            raise _ProgramEnded
         passed, reason = True, "passed"
     except _ProgramEnded:
         passed, reason = False, _how_it_ended(program, limits)
@@ -76,22 +77,24 @@ def judge(way: str, limits: isolation.Limits, folder: str, verdict: int, output:
 
 
 class _ProgramEnded(BaseException):
-    """No answer will come any more; no `except Exception` of a test may take that for an answer."""
+    """No answer will come any more; no exception of the program's, which a test may expect."""
 
 
 class _Channel:
-    """Questions to the program, one at a time."""
+    """Questions to the program, one at a time; `ended` when no answer came any more."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.stream = connection.makefile("rwb")
+        self.ended = False
 
     def ask(self, question: str, *operands: Any) -> Any:
         try:
             _send(self.stream, [question, [values.encode(each, _number) for each in operands]])
             answer = _receive(self.stream)
-        except OSError as error:
-            raise _ProgramEnded from error
+        except OSError:
+            answer = None
         if answer is None:
+            self.ended = True
             raise _ProgramEnded
         kind, content = answer
         if kind == "value":
@@ -156,8 +159,6 @@ def _become_program(connection: socket.socket) -> NoReturn:
     os.closerange(_PROGRAM_FD + 1, 4096)
     os.environ.clear()
     sys.argv[:] = ["program.py"]
-    # The first place is the folder of this file, which the program has no business with.
-    del sys.path[0]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stream = socket.socket(fileno=_PROGRAM_FD).makefile("rwb")
     module = types.ModuleType("program")

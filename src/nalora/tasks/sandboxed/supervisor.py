@@ -1,6 +1,6 @@
-"""The script of the sandbox: isolate, fork the judge, keep the time and the output, kill everything, report.
+"""The sandbox from inside: isolate, fork the judge, keep the time and the output, kill everything, report.
 
-Reads the job from standard input, its settings from the first argument; writes one JSON object to standard output.
+Reads the job from standard input, its settings from the last argument; writes one JSON object to standard output.
 It never holds the job itself, and stays outside the process namespace whose first process is the judge: when that is
 killed the kernel kills every process in it, and `waitpid` returns when the last one is gone.
 """
@@ -16,15 +16,15 @@ import sys
 import time
 from typing import Any
 
-import isolation
-from judge import judge
+from . import isolation
+from .judge import judge
 
 _TAIL = 4096
 
 
 def main() -> None:
     """One run."""
-    settings = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[-1])
     way, limits, folder = settings["way"], settings["limits"], settings["folder"]
     try:
         isolation.enter(way, limits)
@@ -111,9 +111,5 @@ def drain(output_in: int) -> bytes:
 
 
 def report(**fields: Any) -> None:
-    """The result, to whoever started this script."""
+    """The result, to whoever started this process."""
     os.write(1, json.dumps(fields).encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -12,14 +12,13 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_CONTAINERS: tuple[tuple[str, type], ...] = (
-    ("list", list),
-    ("tuple", tuple),
-    ("set", set),
-    ("frozenset", frozenset),
-    ("deque", deque),
-)
-_MAKE = {name: kind for name, kind in _CONTAINERS}
+_CONTAINERS: dict[str, type[Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
@@ -46,7 +45,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["fraction", str(value)]
     if isinstance(value, dict):
         return ["dict", [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
-    for name, kind in _CONTAINERS:
+    for name, kind in _CONTAINERS.items():
         if isinstance(value, kind):
             return [name, [encode(each, refer) for each in value]]
     return ["object", refer(value)]
@@ -79,6 +78,6 @@ def decode(text: Any, find: Callable[[int], Any]) -> Any:
         return {decode(key, find): decode(each, find) for key, each in content[0]}
     if tag == "object":
         return find(content[0])
-    if tag not in _MAKE:
+    if tag not in _CONTAINERS:
         raise ValueError(f"no encoded value: {str(tag)[:50]!r}")
-    return _MAKE[tag](decode(each, find) for each in content[0])
+    return _CONTAINERS[tag](decode(each, find) for each in content[0])
