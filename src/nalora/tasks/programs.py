@@ -5,17 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from itertools import takewhile
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"\s*(def|class|async|import|from|@)")
 # At the margin these go on with a program; every other line there has left it.
 _GOES_ON = re.compile(r"(def|class|async|import|from)\s|[@)\]}#]")
-
-
-def first_block(text: str) -> str | None:
-    """The content of the first fenced block, to the end where nobody closed it; None where there is no block."""
-    block = _BLOCK.search(text)
-    return block[1] if block else None
 
 
 def through_first_block(text: str) -> str | None:
@@ -71,24 +66,22 @@ def _without_prose(text: str) -> str:
 
 
 def _with_body(prompt: str, body: str) -> str:
-    """The prompt's function with a body whose indentation may have suffered: the first reading that is Python."""
+    """The prompt's function with a body whose indentation may have suffered: of its readings as Python the longest."""
     lines = body.strip("\n").rstrip().split("\n")
-    inside = [line for i, line in enumerate(lines) if i == 0 or not _leaves(lines[:i], line)]
-    head = prompt if prompt.endswith("\n") else prompt + "\n"
-    readings = [
-        "\n".join(inside),
-        # The tokenizer, or a strip, took the spaces before the first line.
-        "\n".join(["    " + inside[0].lstrip(), *inside[1:]]),
-        textwrap.indent(textwrap.dedent("\n".join(inside)), "    "),
-    ]
-    # Written at the margin: then nothing marks where the function ends but that the prose after it is no Python.
-    readings += [textwrap.indent("\n".join(lines[:count]), "    ") for count in range(len(lines), 0, -1)]
-    programs = [f"{head}{reading}\n" for reading in readings]
-    return next((program for program in programs if _is_python(program)), programs[0])
-
-
-def _leaves(before: list[str], line: str) -> bool:
-    return any(each.strip() and each[0] not in " \t" for each in [*before[1:], line])
+    inside = [lines[0], *takewhile(lambda line: not line.strip() or line[0] in " \t", lines[1:])]
+    # The tokenizer, or a strip, may have taken the spaces before the first line.
+    mended = ["    " + inside[0].lstrip(), *inside[1:]]
+    if lines[0][:1] in (" ", "\t"):
+        readings = [inside, mended, textwrap.indent(textwrap.dedent("\n".join(inside)), "    ").split("\n")]
+    else:
+        # At the margin nothing marks where the function ends, but that the prose after it is no Python.
+        readings = [mended, *([f"    {line}" for line in lines[:count]] for count in range(len(lines), 0, -1))]
+    head = prompt if prompt.endswith("\n") else f"{prompt}\n"
+    for reading in sorted(readings, key=len, reverse=True):
+        program = "\n".join([head + reading[0], *reading[1:], ""])
+        if _is_python(program):
+            return program
+    return head + body
 
 
 def _is_python(program: str) -> bool:

@@ -43,7 +43,7 @@ class Limits:
         wall_seconds: time from the start of the program to the end of its tests.
         processes: processes and threads at the same time, the program among them.
         disk_bytes: size of the temporary folder, which is kept in memory.
-        files: how many files it holds.
+        files: how many files it holds; bubblewrap does not count them.
         output_bytes: what may be printed; the tail of it is kept.
 
     Raises:
