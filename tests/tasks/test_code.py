@@ -64,6 +64,10 @@ ANSWERS = {
     "bare function in prose": f"Sure, the function:\n\n{FUNCTION}\nThis adds one to each.",
     "bare function with an import": f"from typing import List\nimport os\n\n{FUNCTION}\nprint(1 +",
     "bare function with a helper": "def add_one(xs):\n    return g(xs)\n\ndef g(xs):\n    return [2, 3]\n\nOk",
+    "bare function with constants": "import os\nONE = 1\n\ndef add_one(xs):\n    return [x + ONE for x in xs]\n\nOk",
+    "bare function after odd prose": f"importantly, define it:\n\n{FUNCTION}\nfine == good",
+    "bare constant first": "ONE: int = 1\ndef add_one(xs):\n    return [x + ONE for x in xs]\n```\nDone.",
+    "block after odd prose": f"classically done\n```python\n{FUNCTION}```",
     "bare function over several lines": f"def add_one(\n    xs: List[int],\n) -> List[int]:\n{BODY}\nDone.",
     "bare function, then a fence": f"{FUNCTION}```\nDone.",
 }

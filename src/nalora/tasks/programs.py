@@ -8,9 +8,11 @@ import textwrap
 from itertools import takewhile
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"\s*(def|class|async|import|from|@)")
-# At the margin these go on with a program; every other line there has left it.
-_GOES_ON = re.compile(r"(def|class|async|import|from)\s|[@)\]}#]")
+# At the margin a program begins with one of these (a definition, an import, a constant), and goes on with them and
+# what closes brackets and comments; every other line there has left it.
+_BEGINS = r"(def|class|async|import|from)\s|@|[A-Za-z_]\w*\s*(:[^=\n]+)?=(?!=)"
+_CODE = re.compile(rf"\s*({_BEGINS})")
+_GOES_ON = re.compile(rf"{_BEGINS}|[)\]}}#]")
 
 
 def through_first_block(text: str) -> str | None:
