@@ -20,8 +20,9 @@ WRONG = "def f(x):\n    return 0\n"
 RIGHT = "def f(x):\n    return x + 1\n"
 TESTS = "for x in (1, 2, 30):\n    assert f(x) == x + 1\n"
 WALL_SECONDS = 2
-# In every command line of a run, so that its processes can be told from all others.
-marks = itertools.count(100_000 + os.getpid())
+# A limit on memory that no other run has, in this process or another: by it a run's processes are found again, since
+# the limits stand in their command line.
+marks = itertools.count((512 << 20) + os.getpid() % 50_000 * 1_000)
 
 # Each tries to harm, to hide, to hold on or to be taken for a right answer.
 HOSTILE = {
@@ -126,21 +127,21 @@ HOSTILE = {
 
 def attempt(program: str, tests: str = "", **changes: int) -> Outcome:
     """One run, bounded in time, with nothing left running afterwards."""
-    limits = Limits(**{"wall_seconds": WALL_SECONDS, "files": next(marks), **changes})
+    limits = Limits(**{"wall_seconds": WALL_SECONDS, "memory_bytes": next(marks), **changes})
     start = time.monotonic()
     outcome = sandbox.run(program, tests, entries=["f"] if tests else [], limits=limits)
     assert time.monotonic() - start < limits.wall_seconds + 10
-    assert not running(f'"files": {limits.files},')
+    assert not running(limits.memory_bytes)
     assert len(outcome.output) <= 4096
     assert len(outcome.reason) < 2000
     return outcome
 
 
-def running(mark: str) -> list[Path]:
+def running(mark: int) -> list[Path]:
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if mark.encode() in file.read_bytes():
+            if f'"memory_bytes": {mark},'.encode() in file.read_bytes():
                 found.append(file)
         except OSError:
             continue  # it ended meanwhile
@@ -342,17 +343,17 @@ def test_nothing_outlives_a_killed_evaluator():
     mark = next(marks)
     evaluator = os.fork()
     if evaluator == 0:
-        sandbox.run(HOSTILE["ignores every signal"], limits=Limits(wall_seconds=60, files=mark))
+        sandbox.run(HOSTILE["ignores every signal"], limits=Limits(wall_seconds=60, memory_bytes=mark))
         os._exit(0)
     deadline = time.monotonic() + 20
-    while len(running(f'"files": {mark},')) < 3 and time.monotonic() < deadline:
+    while len(running(mark)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(running(f'"files": {mark},')) >= 3  # supervisor, judge, program
+    assert len(running(mark)) >= 3  # supervisor, judge, program
     os.kill(evaluator, signal.SIGKILL)
     os.waitpid(evaluator, 0)
-    while running(f'"files": {mark},') and time.monotonic() < deadline:
+    while running(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not running(f'"files": {mark},')
+    assert not running(mark)
 
 
 @pytest.mark.parametrize("way", sandbox._ways())
@@ -363,9 +364,9 @@ def test_every_way_of_this_machine_isolates(way):
     else:
         assert fault is None
     mark = next(marks)
-    outcome = sandbox._launch(way, HOSTILE["daemonises"], TESTS, ["f"], "", Limits(wall_seconds=5, files=mark))
+    outcome = sandbox._launch(way, HOSTILE["daemonises"], TESTS, ["f"], "", Limits(wall_seconds=5, memory_bytes=mark))
     assert "AssertionError" in outcome.reason
-    assert not running(f'"files": {mark},')
+    assert not running(mark)
 
 
 def test_check_says_what_is_missing(monkeypatch):
@@ -388,14 +389,14 @@ def test_unsafe_runs_anywhere_with_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "_chosen", [])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mark = next(marks)
-    limits = Limits(wall_seconds=1, files=mark)
+    limits = Limits(wall_seconds=1, memory_bytes=mark)
     assert sandbox.run(RIGHT, TESTS, entries=["f"], unsafe=True).passed
     assert not sandbox.run(WRONG, TESTS, entries=["f"], unsafe=True).passed
     assert sandbox.run("import time\ntime.sleep(60)", limits=limits, unsafe=True).timed_out
     assert sandbox.run("import os, time\nif not os.fork(): time.sleep(60)", limits=limits, unsafe=True).passed
     assert "MemoryError" in sandbox.run("x = bytearray(1 << 30)", unsafe=True).reason
     assert sandbox.run("open('file', 'x'); import os; print(dict(os.environ))", unsafe=True).output == "{}\n"
-    assert not running(f'"files": {mark},')
+    assert not running(mark)
     assert not list(tmp_path.iterdir())
 
 
