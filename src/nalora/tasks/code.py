@@ -42,7 +42,7 @@ class CodeTask(Task):
         NALoRAError: no training set of that name.
     """
 
-    measures = ("pass@1",)
+    measures = ("pass_at_1",)
     max_new_tokens = 512
     # A model that goes on after its answer begins the next exercise.
     stop = ("\n### Instruction:",)
@@ -97,7 +97,7 @@ class CodeTask(Task):
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """1 when the program passes all tests of its problem, else 0."""
-        return {"pass@1": float(self.outcome(example, outputs[0]).passed)}
+        return {"pass_at_1": float(self.outcome(example, outputs[0]).passed)}
 
     def prepare_scoring(self) -> None:
         """Try the sandbox.
@@ -145,11 +145,10 @@ def make(
     train_set: str = "codefeedback",
     limit: int | None = 100_000,
     unsafe_code: bool = False,
-    limits: sandbox.Limits | None = None,
 ) -> CodeTask:
-    """The task "humaneval" or "mbpp"; the options are those of `CodeTask`."""
+    """The task "humaneval" or "mbpp"; the options are those of `CodeTask`, and programs have the usual limits."""
     kind = {"humaneval": HumanEval, "mbpp": MBPP}[name]
-    return kind(data_dir, train_set, limit, unsafe_code, limits)
+    return kind(data_dir, train_set, limit, unsafe_code)
 
 
 def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:

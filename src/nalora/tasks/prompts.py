@@ -4,9 +4,8 @@ from __future__ import annotations
 
 
 def alpaca(instruction: str) -> str:
-    """The Alpaca template for an instruction without further input; the answer follows its last line."""
+    """The Alpaca template without an input."""
     return (
-        "Below is an instruction that describes a task. "
-        "Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n### Response:\n"
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
     )
