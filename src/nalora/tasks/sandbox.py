@@ -1,0 +1,278 @@
+"""Running a program that a model wrote, so that it can harm nobody and cannot claim to have passed its tests.
+
+Each program gets a process of its own without network, environment, home or foreign processes, on read-only folders
+with one temporary one, with limits on memory, time, processes, disk and output. What does the isolating is chosen
+from what the machine allows: namespaces made directly (by root, or through a user namespace), else by bubblewrap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError
+
+_FOLDER = Path(__file__).parent / "sandboxed"
+# The folder as a package of its own: as a part of nalora its import would bring torch, and with its parent folder on
+# the path, `code.py` and the like would hide modules of the standard library.
+_START = (
+    "import sys, types; sys.path.remove(''); package = sys.modules['sandboxed'] = types.ModuleType('sandboxed'); "
+    "package.__path__ = [sys.argv[1]]; from sandboxed.supervisor import main; main()"
+)
+# The supervisor keeps the time itself; this is for a machine so busy that it does not get to.
+_GRACE_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use.
+
+    Args:
+        memory_bytes: address space of each process; all together use at most `processes` times that, plus the disk.
+        cpu_seconds: CPU time of each process.
+        wall_seconds: time from the start of the program to the end of its tests.
+        processes: processes and threads at the same time, the program among them.
+        disk_bytes: size of the temporary folder, which is kept in memory.
+        files: how many files it holds; bubblewrap does not count them.
+        output_bytes: what may be printed; the tail of it is kept.
+
+    Raises:
+        NALoRAError: a limit below 1.
+    """
+
+    memory_bytes: int = 512 << 20
+    cpu_seconds: int = 5
+    wall_seconds: int = 10
+    processes: int = 8
+    disk_bytes: int = 32 << 20
+    files: int = 1024
+    output_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise NALoRAError(
+                    f"Limits.{name}", found=str(value), expected="at least 1", fix=f"leave {name} at its default"
+                )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went.
+
+    Args:
+        passed: the program loaded and every test held; nothing the program does can set it otherwise.
+        timed_out: it was stopped after `Limits.wall_seconds`.
+        reason: "passed", or why not, in words.
+        output: the last 4,096 bytes it printed.
+    """
+
+    passed: bool
+    timed_out: bool
+    reason: str
+    output: str
+
+
+def run(
+    program: str,
+    tests: str = "",
+    *,
+    entries: Sequence[str] = (),
+    prelude: str = "",
+    limits: Limits | None = None,
+    unsafe: bool = False,
+) -> Outcome:
+    """Run a program and then tests on its functions; safe to call from many threads at once.
+
+    The program is a module named ``program`` under the standard library alone. The tests run in a process that the
+    program cannot reach: each call of one of `entries` is answered by the program with plain data (numbers, texts,
+    lists, tuples, sets, dicts and the like), and what is no plain data can be called, iterated and given back, but
+    equals nothing else.
+
+    Args:
+        program: Python source, not trusted.
+        tests: Python source, trusted as far as the sandbox: it raises when the program is wrong.
+        entries: the program's functions and classes that the tests use.
+        prelude: trusted source run before the tests: imports and helpers of theirs.
+        limits: what the program may use.
+        unsafe: without isolation: limits, and an end for the processes that stay in the program's group.
+
+    Raises:
+        NALoRAError: this machine cannot isolate programs, as `check` says.
+    """
+    way = "unsafe" if unsafe else _isolation()
+    return _launch(way, program, tests, entries, prelude, limits or Limits())
+
+
+def check() -> None:
+    """Try the isolation with a program that looks for holes.
+
+    Raises:
+        NALoRAError: this machine cannot isolate programs.
+    """
+    _isolation()
+
+
+_chosen: list[str] = []
+_choosing = threading.Lock()
+
+
+def _isolation() -> str:
+    """The first way that holds on this machine; tried once for each process."""
+    with _choosing:
+        if not _chosen:
+            found = []
+            for way in _ways():
+                fault = _fault(way)
+                if fault is None:
+                    _chosen.append(way)
+                    break
+                found.append(f"{way}: {fault}")
+            else:
+                raise NALoRAError(
+                    "sandbox for generated programs",
+                    found="; ".join(found) or f"no way to isolate a process on {sys.platform}",
+                    expected="Linux 5.14 or newer with user namespaces, root with all capabilities, or bubblewrap",
+                    fix="apt install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 "
+                    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --privileged), or give --unsafe-code "
+                    "if these programs may do anything you may",
+                )
+        return _chosen[0]
+
+
+def _ways() -> list[str]:
+    if sys.platform != "linux":
+        return []
+    root = os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+    return [*(["root"] if root else []), "user", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+
+
+_PROBE = """
+import os, socket, time
+try:
+    socket.create_connection(("127.0.0.1", PORT), timeout=1)
+    print("it reaches the network")
+except OSError:
+    pass
+for folder in ("/", "/usr", "/dev", "/etc", PREFIX):
+    try:
+        open(os.path.join(folder, ".nalora-probe"), "x")
+        print(f"it can write to {folder}")
+    except OSError:
+        pass
+if os.path.exists(FILE):
+    print("it sees our files")
+open("file", "w").write("it may write here")
+if os.environ:
+    print(f"it sees the environment: {list(os.environ)}")
+started = 0
+try:
+    while started <= PROCESSES:
+        if os.fork() == 0:
+            time.sleep(60)
+        started += 1
+    print(f"it started more than {PROCESSES} processes")
+except OSError:
+    pass
+"""
+
+
+def _fault(way: str) -> str | None:
+    """What is wrong with a way of isolating: it cannot be had, or the probe found a hole; None when nothing is."""
+    limits = Limits()
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
+        facts = {
+            "PORT": server.getsockname()[1],
+            "PREFIX": sys.base_prefix,
+            "FILE": file.name,
+            "PROCESSES": limits.processes,
+        }
+        program = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + _PROBE
+        try:
+            outcome = _launch(way, program, "", (), "", limits)
+        except NALoRAError as error:
+            return error.found
+    return (outcome.output.strip() or None) if outcome.passed else outcome.reason
+
+
+def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude: str, limits: Limits) -> Outcome:
+    job = {"program": program, "tests": tests, "entries": list(entries), "prelude": prelude}
+    # In a namespace the temporary folder is a file system of its own, and gone with it.
+    with tempfile.TemporaryDirectory(prefix="nalora-") if way == "unsafe" else _InNamespace() as folder:
+        settings = json.dumps({"way": way, "limits": asdict(limits), "folder": folder})
+        # -S: no packages of ours. The seed: a program that depends on the order of a set gets one verdict, not two.
+        command = [os.path.realpath(sys.executable), "-s", "-S", "-c", _START, str(_FOLDER), settings]
+        if way == "bubblewrap":
+            command = [*_bubblewrap(limits), *command]
+        try:
+            ended = subprocess.run(
+                command,
+                input=json.dumps(job).encode(),
+                capture_output=True,
+                env={"PYTHONHASHSEED": "0"},
+                cwd="/",
+                start_new_session=True,
+                timeout=limits.wall_seconds + _GRACE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(False, True, f"timed out: no word after {limits.wall_seconds + _GRACE_SECONDS} s", "")
+    return _outcome(ended)
+
+
+def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
+    try:
+        fields: dict[str, Any] = json.loads(ended.stdout)
+    except ValueError:
+        text = ended.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ended.returncode}"]
+        fields = {"setup": text[-1]}
+    if "setup" in fields:
+        raise NALoRAError(
+            "sandbox for generated programs",
+            found=fields["setup"],
+            expected="a supervisor that starts and isolates the program",
+            fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
+        )
+    return Outcome(**fields)
+
+
+class _InNamespace:
+    def __enter__(self) -> str:
+        return "/tmp"
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _bubblewrap(limits: Limits) -> list[str]:
+    """bubblewrap with the same folders as `isolation.enter` shows, and our code."""
+    command = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
+    shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", sys.base_prefix]
+    for source in dict.fromkeys(shown):
+        if os.path.islink(source):
+            command += ["--symlink", os.readlink(source), source]
+        else:
+            command += ["--ro-bind-try", source, source]
+    command += [
+        "--dir",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--remount-ro",
+        "/dev",
+        "--size",
+        str(limits.disk_bytes),
+        "--tmpfs",
+        "/tmp",
+    ]
+    # After /tmp, in which it may lie.
+    return [*command, "--ro-bind", str(_FOLDER), str(_FOLDER), "--remount-ro", "/", "--cap-drop", "ALL"]
