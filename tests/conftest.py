@@ -6,6 +6,8 @@ import warnings
 import pytest
 import torch
 
+# No test needs the hub; without this a missing model is asked for again and again for a minute.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     # Triton's kernels run on the CPU through its interpreter; it must be asked for before they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

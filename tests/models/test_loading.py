@@ -51,8 +51,7 @@ def test_an_encoder_decoder(tmp_path):
         ("no/such/file.gguf", "no such file"),
     ],
 )
-def test_what_is_not_there(name, said, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_what_is_not_there(name, said):
     with pytest.raises(nalora.NALoRAError, match=said):
         load(ModelSpec(name, device="cpu"))
 

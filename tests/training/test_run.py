@@ -128,3 +128,50 @@ def test_a_model_that_is_not_there(settings):
         train(check({**settings, "model": "nobody/such-model"}))
     with pytest.raises(nalora.NALoRAError, match="without config.json"):
         train(check({**settings, "model": str(settings["output"]), "output": settings["output"] + "3"}))
+
+
+def test_an_encoder_decoder_learns_and_is_asked(tmp_path):
+    from nalora.evaluation.targets import Request, evaluate_target
+
+    torch.manual_seed(0)
+    tokenizer = tiny.tokenizer()
+    config = transformers.T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
+        decoder_start_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    settings = {
+        "model": str(tmp_path / "t5"), "task": "sst2", "data_dir": str(tmp_path), "method": "na-lora", "device": "cpu",
+        "output": str(tmp_path / "run"), "steps": 60, "batch_size": 4, "learning_rate": 3e-2, "log_every": 1,
+    }  # fmt: skip
+    train(check(settings))
+    rows = metrics(settings["output"])
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    summaries = evaluate_target(settings["output"], Request())
+    assert summaries["adapted"]["target_loss"]["value"] < summaries["base"]["target_loss"]["value"]
+    assert list(summaries["base"]["chance"].values()) == [0.5]
+
+
+def test_a_clip_learns_and_is_asked(tmp_path):
+    pytest.importorskip("sklearn")
+    from tasks.test_clip import clip, processor
+    from tasks.test_clip import tokenizer as clip_tokenizer
+
+    from nalora.evaluation.targets import Request, evaluate_target
+
+    folder = tmp_path / "clip"
+    clip().save_pretrained(folder)
+    transformers.CLIPProcessor(processor(), clip_tokenizer()).save_pretrained(folder)
+    settings = {
+        "model": str(folder), "task": "digits", "method": "na-lora", "regimes": "derived", "device": "cpu",
+        "output": str(tmp_path / "run"), "steps": 60, "batch_size": 64, "learning_rate": 1e-2, "log_every": 20,
+    }  # fmt: skip
+    train(check(settings))
+    summaries = evaluate_target(settings["output"], Request())
+    before, after = (summaries[who]["measures"]["accuracy"]["value"] for who in ("base", "adapted"))
+    assert after > max(0.25, before + 0.1)
