@@ -66,10 +66,10 @@ def evaluate_target(
     if request.task is None:
         raise NALoRAError(target, found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
     options = request.options or {}
-    task = tasks.get(request.task, data_dir=request.data_dir, **options)
+    place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
+    task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
     loaded = _as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
-    place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
     return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report, options)}
 
 
@@ -86,15 +86,23 @@ def _evaluate_run(
     own = request.task in (None, settings.task)
     name = request.task or settings.task
     options = {**(run.task_options if own else {}), **(request.options or {})}
-    task = tasks.get(name, data_dir=request.data_dir or (settings.data_dir if own else None), **options)
+    place = (output or folder.evaluations) / name
+    data_dir = request.data_dir or (settings.data_dir if own else None)
+    task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
-    place = (output or folder.evaluations) / name
     base = _as_asked(loading.load(spec), task)
     if request.with_base:
         yield "base", _evaluate(base, task, place / "base", request, style, report, options)
     adapted = _adapted(base, spec, trained, task)
     yield "adapted", _evaluate(adapted, task, place / "adapted", request, style, report, options, trained)
+
+
+def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:
+    """The options, with a place to keep what a judge said where the task has one and none was given."""
+    if "judgements" in tasks.options(name) and not options.get("judgements"):
+        return {**options, "judgements": str(place / "judgements.jsonl")}
+    return options
 
 
 def _as_asked(loaded: Loaded, task: Task) -> Loaded:

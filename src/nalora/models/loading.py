@@ -74,6 +74,8 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["quantization_config"] = _quantisation(spec)
         options["device_map"] = {"": device}
     source, extra = _source(spec)
+    if "gguf_file" in extra:
+        options |= smollm2.dequantising()
     try:
         model = _auto_class(spec.kind).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)

@@ -63,6 +63,18 @@ def dense_folder() -> Path:
     return _dequantised(find_gguf())
 
 
+def dequantising() -> dict[str, Any]:
+    """The option by which transformers reads a GGUF file as dense weights.
+
+    Without it they stay in 4-bit blocks wherever a kernel for them is installed: not trainable. Releases that have no
+    such option always dequantise.
+    """
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
 def _cache() -> Path:
     return Path(os.environ.get("NALORA_CACHE", "~/.cache/nalora")).expanduser()
 
@@ -87,12 +99,10 @@ def _dequantised(gguf: Path) -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Without this setting the weights stay in 4-bit blocks wherever a kernel for them is installed: not trainable.
-    dense = GgufConfig(dequantize=True)
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with contextlib.redirect_stderr(io.StringIO()):  # transformers draws this progress bar past its own switch
-        model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=dense, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(**source, **dequantising(), dtype=torch.float32)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)

@@ -48,7 +48,7 @@ class MTBench(Task):
     stop = ("\n\n### Instruction:",)
     scoring_threads = 8
 
-    def __init__(self, data_dir: str | Path | None, judge: Judge, limit: int) -> None:
+    def __init__(self, data_dir: str | Path | None, judge: Judge, limit: int | None) -> None:
         self.data_dir = data_dir
         self.judge = judge
         self.limit = limit
@@ -238,7 +238,7 @@ def make(
     judge_url: str | None = None,
     judge_tokens: int = 2048,
     judgements: str | Path | None = None,
-    limit: int = 52_000,
+    limit: int | None = 52_000,
 ) -> MTBench:
     """The task mt-bench.
 

@@ -83,16 +83,25 @@ class TrainingRows:
 
 
 def encode(
-    examples: Sequence[Example], encoder: Encoder, max_length: int, *, too_long: str = "drop", packing: bool = False
+    examples: Sequence[Example],
+    encoder: Encoder,
+    max_length: int,
+    *,
+    too_long: str = "drop",
+    packing: bool = False,
+    limit: int | None = None,
 ) -> TrainingRows:
-    """All examples as rows of at most `max_length` tokens, in their order.
+    """Examples as rows of at most `max_length` tokens, in their order; with a limit the first so many that fit.
 
     Raises:
         NALoRAError: no example fits.
     """
     rows: list[Row] = []
-    dropped = cut = 0
+    seen = dropped = cut = 0
     for example in examples:
+        if limit is not None and len(rows) == limit:
+            break
+        seen += 1
         row = encoder.row(example)
         longest = max(map(len, row.values()))
         if longest > max_length:
@@ -113,7 +122,7 @@ def encode(
         )
     if packing:
         rows = pack(rows, max_length)
-    return TrainingRows(rows, len(examples), dropped, cut)
+    return TrainingRows(rows, seen, dropped, cut)
 
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:

@@ -46,11 +46,15 @@ class RunFolder:
     def open(self, settings: dict[str, Any], *, resume: bool) -> Path | None:
         """Make the folder ready; the checkpoint to resume from, None for a start from the beginning.
 
+        Of several processes only the first one makes and checks it.
+
         Raises:
             NALoRAError: another run is there, or one to resume is not, or was begun with other settings.
         """
         import yaml
 
+        if not is_first_process():
+            return self.latest_checkpoint() if resume else None
         if resume:
             if not self.settings.is_file():
                 raise NALoRAError(
@@ -82,18 +86,24 @@ class RunFolder:
         for checkpoint in reversed(numbered):
             if (checkpoint / COMPLETE).is_file():
                 return checkpoint
-            shutil.rmtree(checkpoint)
+            if is_first_process():
+                shutil.rmtree(checkpoint)
         return None
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the rows of steps that will be done again, and a row cut short by a kill."""
-        if self.metrics.is_file():
+        if is_first_process() and self.metrics.is_file():
             kept = [row for row in read_jsonl(self.metrics) if row.get("step", 0) <= step]
             _write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write what the run came to."""
         write_json(self.result, result)
+
+
+def is_first_process() -> bool:
+    """Whether this process, of those that were launched together, is the one that writes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def environment() -> dict[str, Any]:

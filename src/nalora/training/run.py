@@ -22,7 +22,7 @@ from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
-from nalora.training.folder import RunFolder
+from nalora.training.folder import RunFolder, is_first_process
 from nalora.training.settings import Run, RunSettings
 
 
@@ -37,7 +37,8 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         NALoRAError: something is not there, or the folder holds another run.
         Interrupted: stopped by Ctrl-C, with a checkpoint.
     """
-    settings, console = run.settings, console or Console(quiet=True)
+    settings = run.settings
+    console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
     checkpoint = folder.open(run.to_dict(), resume=resume)
     if resume and folder.result.is_file():
@@ -140,9 +141,15 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
             pictures = pictures[: settings.train_limit]
         collator = clip.PictureCollator(loaded.processor.image_processor)
         return Material(clip.classifier(loaded, task).model, RowDataset(pictures), collator, adapter)
-    examples = task.train_examples()[: settings.train_limit]
     encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
-    rows = encode(examples, encoder, settings.max_length, too_long=settings.too_long, packing=settings.packing)
+    rows = encode(
+        task.train_examples(),
+        encoder,
+        settings.max_length,
+        too_long=settings.too_long,
+        packing=settings.packing,
+        limit=settings.train_limit,
+    )
     collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
     return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
 

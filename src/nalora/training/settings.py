@@ -46,7 +46,7 @@ class RunSettings:
         too_long: what happens to longer examples: left out, or cut at the end.
         packing: several examples in one row, each attending to itself alone.
         prompt_style: prompts as the task writes them, or inside the tokenizer's chat template.
-        train_limit: at most so many examples.
+        train_limit: the first so many examples that fit.
         dtype: of the base model's weights.
         device: where; the best there is by default.
         attention: transformers' attention implementation.
