@@ -74,15 +74,12 @@ def evaluate(
     screen = console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
-        bars: dict[tuple[str, int], Any] = {}
+        bars: dict[str, Any] = {}
 
         def report(what: str, done: int, total: int) -> None:
-            # A new bar when the same work begins again for the next model.
-            number = sum(key[0] == what and progress.tasks[bar].finished for key, bar in bars.items())
-            bar = bars.setdefault((what, number), None)
-            if bar is None:
-                bar = bars[what, number] = progress.add_task(what, total=total)
-            progress.update(bar, completed=done)
+            if what not in bars:
+                bars[what] = progress.add_task(what, total=total)
+            progress.update(bars[what], completed=done)
 
         summaries = evaluate_target(target, request, output=output, device=device, report=report)
     print_summaries(screen, summaries)

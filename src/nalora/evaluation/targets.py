@@ -133,7 +133,7 @@ def _evaluate(
     trained: Path | None = None,
 ) -> dict[str, Any]:
     """Ask, in a folder whose name says which weights and which prompts: others are never mixed in."""
-    spec = loaded.spec
+    spec, who = loaded.spec, place.name
     identity = {
         "model": spec.name, "revision": spec.revision, "dtype": str(next(loaded.model.parameters()).dtype),
         "quantise": spec.quantise, "style": style, "task": [task.name, options], "weights": _digest(trained),
@@ -146,7 +146,7 @@ def _evaluate(
         style=style,
         limit=request.limit,
         batch_tokens=request.batch_tokens,
-        report=report,
+        report=lambda what, done, total: report(f"{who}: {what}", done, total),
     )
 
 

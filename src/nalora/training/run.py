@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -181,6 +183,7 @@ def described(rows: TrainingRows | None) -> list[str]:
 def make_trainer(run: Run, model: Any, material: Material, callbacks: list[Any]) -> Any:
     """A `transformers.Trainer` with the run's settings."""
     from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
 
     settings = run.settings
     devices = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else _launched_processes()
@@ -232,15 +235,11 @@ def make_trainer(run: Run, model: Any, material: Material, callbacks: list[Any])
         data_collator=material.collator,
         callbacks=callbacks,
     )
-    from transformers.trainer_callback import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def _launched_processes() -> int:
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -249,7 +248,5 @@ def _step_of(checkpoint: Path | None) -> int:
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:
-    import json
-
     result: dict[str, Any] = json.loads(folder.result.read_text(encoding="utf-8"))
     return result
