@@ -41,6 +41,8 @@ class Activation:
         selection: s(z) = φ(z)/z (eq:selection_weight_def).
         exact_kappa: κ(z) without ε; 0 where φ is flat at zero, as ReLU is for z ≤ 0.
         degenerate_in_paper: whether the paper declares its regimes degenerate (the GELU and ReLU families).
+        unclamped: the activation inside a `clamped` one.
+        upper: where that one is clamped.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Activation:
     selection: Elementwise = field(repr=False)
     exact_kappa: Elementwise = field(repr=False)
     degenerate_in_paper: bool = False
+    unclamped: Activation | None = field(default=None, repr=False)
+    upper: float = math.inf
 
     def kappa(self, z: Tensor, epsilon: float = 0.0) -> Tensor:
         """κ(z); with ε > 0 in the paper's literal form (eq:kappa_def_main), poles and all."""
@@ -113,6 +117,8 @@ def clamped(activation: Activation, upper: float) -> Activation:
         selection=lambda z: activation.selection(z.clamp(max=upper)) * (upper / z.clamp(min=upper)),
         exact_kappa=lambda z: activation.exact_kappa(z).masked_fill(z > upper, 0),
         degenerate_in_paper=activation.degenerate_in_paper,
+        unclamped=activation,
+        upper=upper,
     )
 
 

@@ -113,3 +113,15 @@ def test_without_triton_the_reference_serves(monkeypatch):
 
     monkeypatch.setattr(engines, "_has_triton", lambda: False)
     assert choose(activations.get("silu"), torch.device("cuda"), torch.float32, kernels="auto").name == "reference"
+
+
+def test_a_namesake_of_a_known_activation_has_no_kernel():
+    def silu(z):
+        return z * torch.sigmoid(2 * z)
+
+    namesake = activations.get(silu)
+    assert namesake.name == "silu"
+    number_and_limit = pytest.importorskip("nalora.statistics.triton_activations").number_and_limit
+    assert number_and_limit(namesake) is None
+    assert number_and_limit(activations.clamped(namesake, 7.0)) is None
+    assert number_and_limit(activations.clamped(activations.get("silu"), 7.0)) == (0, 7.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nalora import activations
 from nalora.activations import Activation
 
 # The kernels know activations by number; a clamp above `limit` (gpt-oss) rides along as a value.
@@ -15,9 +16,10 @@ NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "re
 
 
 def number_and_limit(activation: Activation) -> tuple[int, float] | None:
-    """What a kernel is told about the activation, None where it has no kernel."""
-    name, _, limit = activation.name.partition("≤")
-    return (NUMBERS[name], float(limit) if limit else float("inf")) if name in NUMBERS else None
+    """What a kernel is told about the activation, None where it has no kernel, be it a namesake of one that has."""
+    inner = activation.unclamped or activation
+    known = inner.name in NUMBERS and activations.get(inner.name) == inner
+    return (NUMBERS[inner.name], activation.upper) if known else None
 
 
 @triton.jit
