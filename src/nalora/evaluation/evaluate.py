@@ -55,7 +55,7 @@ def evaluate(
         "task": task.name,
         "examples": len(examples),
         **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
-        "target_loss": _target_loss(loaded, examples, folder, style, batch_tokens, report),
+        "target_loss": _target_loss(loaded, examples, folder, style, report),
         "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
         "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
         **writing,
@@ -134,7 +134,7 @@ def _classify(loaded: Loaded, task: ImageTask, count: int, outputs: Records, rep
 
 
 def _target_loss(
-    loaded: Loaded, examples: Sequence[Example], folder: Path, style: str, batch_tokens: int, report: Report
+    loaded: Loaded, examples: Sequence[Example], folder: Path, style: str, report: Report
 ) -> dict[str, Any] | None:
     """−log p of the right answers a token, with its interval; None for a task without them."""
     if loaded.spec.kind == "clip" or not all(each.target for each in examples):
@@ -143,7 +143,7 @@ def _target_loss(
     missing = [each for each in examples if each.id not in known]
     for start in range(0, len(missing), 256):
         part = missing[start : start + 256]
-        losses = target_losses(loaded, part, style=style, batch_tokens=batch_tokens)
+        losses = target_losses(loaded, part, style=style)
         known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
         report("reading", len(examples) - len(missing) + start + len(part), len(examples))
     pairs = [(known.rows[each.id]["loss"], known.rows[each.id]["tokens"]) for each in examples]

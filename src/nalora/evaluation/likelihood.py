@@ -13,7 +13,7 @@ from nalora.training.data import IGNORED, Collator, Encoder, Row
 
 
 def target_losses(
-    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int = 16_384
+    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int = 8_192
 ) -> list[tuple[float, int]]:
     """(−log p of the target given the prompt, its tokens) of each example, in their order.
 
@@ -21,7 +21,8 @@ def target_losses(
         loaded: the model, in evaluation mode.
         examples: with targets.
         style: as in training.
-        batch_tokens: how many tokens are read at a time, pads included.
+        batch_tokens: how many tokens are read at a time, pads included; each leaves a row of logits as wide as the
+            vocabulary, 2 GiB together for Llama 3's in bfloat16.
     """
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(each) for each in examples]
