@@ -31,9 +31,9 @@ def test_bootstrap_of_a_mean_is_near_the_normal_one_and_repeats():
     values = [chance.gauss(3, 2) for _ in range(400)]
 
     def mean(drawn):
-        return sum(values[i] for i in drawn) / len(drawn)
+        return {"mean": sum(values[i] for i in drawn) / len(drawn)}
 
-    interval = bootstrap(400, mean)
+    interval = bootstrap(400, mean)["mean"]
     middle, half = sum(values) / 400, 1.96 * 2 / 20
     assert interval == pytest.approx((middle - half, middle + half), abs=0.05)
-    assert bootstrap(400, mean) == interval
+    assert bootstrap(400, mean)["mean"] == interval

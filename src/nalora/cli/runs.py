@@ -60,14 +60,10 @@ def evaluate(
 ) -> None:
     """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
     hush_libraries()
-    import yaml
-
     from nalora.evaluation.targets import Request, evaluate_target
+    from nalora.training.settings import key_values
 
-    options: dict[str, Any] = {}
-    for each in option or []:
-        key, _, value = each.partition("=")
-        options[key] = yaml.safe_load(value)
+    options = key_values(option or [])
     if unsafe_code:
         options["unsafe_code"] = True
     request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base)

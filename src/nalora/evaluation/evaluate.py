@@ -66,17 +66,16 @@ def evaluate(
 
 def summarise(task: Task, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, Any]:
     """Measures with their intervals, and what knowing nothing would score."""
+
+    def of_drawn(drawn: Sequence[int]) -> dict[str, float]:
+        return task.summarise([examples[i] for i in drawn], [scores[i] for i in drawn])
+
+    intervals = bootstrap(len(scores), of_drawn)
     measures: dict[str, Any] = {}
     for name, value in task.summarise(examples, scores).items():
-        entry: dict[str, Any] = {"value": value}
+        measures[name] = {"value": value, "bootstrap": intervals[name]}
         if all(each.get(name) in (0.0, 1.0) for each in scores):
-            entry["binomial"] = wilson(sum(each[name] for each in scores), len(scores))
-
-        def of_drawn(drawn: Sequence[int], name: str = name) -> float:
-            return task.summarise([examples[i] for i in drawn], [scores[i] for i in drawn])[name]
-
-        entry["bootstrap"] = bootstrap(len(scores), of_drawn)
-        measures[name] = entry
+            measures[name]["binomial"] = wilson(sum(each[name] for each in scores), len(scores))
     return {"measures": measures, "chance": task.chance(examples)}
 
 
@@ -147,8 +146,8 @@ def _target_loss(
         known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
         report("reading", len(examples) - len(missing) + start + len(part), len(examples))
     pairs = [(known.rows[each.id]["loss"], known.rows[each.id]["tokens"]) for each in examples]
-    interval = bootstrap(len(pairs), lambda drawn: mean_loss([pairs[i] for i in drawn]))
-    return {"value": mean_loss(pairs), "bootstrap": interval}
+    intervals = bootstrap(len(pairs), lambda drawn: {"loss": mean_loss([pairs[i] for i in drawn])})
+    return {"value": mean_loss(pairs), "bootstrap": intervals["loss"]}
 
 
 def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:

@@ -23,16 +23,22 @@ def wilson(successes: float, n: int, z: float = 1.959963984540054) -> Interval:
     return Interval(max(0.0, centre - half), min(1.0, centre + half))
 
 
-def bootstrap(n: int, measure: Callable[[Sequence[int]], float], draws: int = 1000, seed: int = 0) -> Interval:
-    """The percentile interval of any measure over examples drawn again with replacement.
+def bootstrap(
+    n: int, measure: Callable[[Sequence[int]], dict[str, float]], draws: int = 1000, seed: int = 0
+) -> dict[str, Interval]:
+    """The percentile intervals of any measures over examples drawn again with replacement.
 
     Args:
         n: how many examples there are.
-        measure: of the examples with these indices.
+        measure: the measures, by name, of the examples with these indices.
         draws: how often.
-        seed: the same interval for the same seed.
+        seed: the same intervals for the same seed.
     """
     chance = random.Random(seed)
-    values = sorted(measure(chance.choices(range(n), k=n)) for _ in range(draws))
-    low, high = (values[min(draws - 1, round(q * (draws - 1)))] for q in (0.025, 0.975))
+    drawn = [measure(chance.choices(range(n), k=n)) for _ in range(draws)]
+    return {name: _percentiles(sorted(each[name] for each in drawn)) for name in drawn[0]}
+
+
+def _percentiles(values: Sequence[float]) -> Interval:
+    low, high = (values[round(q * (len(values) - 1))] for q in (0.025, 0.975))
     return Interval(low, high)

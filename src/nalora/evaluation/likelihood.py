@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from nalora.evaluation.batches import of_like_length
 from nalora.models.loading import Loaded
 from nalora.tasks import Example
-from nalora.training.data import IGNORED, Collator, Encoder, Row
+from nalora.training.data import IGNORED, Collator, Encoder
 
 
 def target_losses(
@@ -28,7 +29,7 @@ def target_losses(
     rows = [encoder.row(each) for each in examples]
     collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
     found: dict[int, tuple[float, int]] = {}
-    for batch in _batches(rows, batch_tokens):
+    for batch in of_like_length([len(row["input_ids"]) for row in rows], batch_tokens):
         found |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))
     return [found[i] for i in range(len(rows))]
 
@@ -52,12 +53,3 @@ def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
     ]
     tokens = (labels != IGNORED).sum(1)
     return list(zip(torch.stack(losses).tolist(), tokens.tolist(), strict=True))
-
-
-def _batches(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows of like length."""
-    waiting = sorted(range(len(rows)), key=lambda i: -len(rows[i]["input_ids"]))
-    while waiting:
-        size = max(1, batch_tokens // len(rows[waiting[0]]["input_ids"]))
-        yield waiting[:size]
-        waiting = waiting[size:]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nalora.evaluation.batches import of_like_length
 from nalora.tasks import Example
 from nalora.training.data import Encoder
 
@@ -46,16 +47,9 @@ class Writer:
         self.device = next(model.parameters()).device
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Examples of like length together, the longest first, so that what memory it takes is known early."""
-        lengths = {each.id: len(self.encoder.prompt([each.prompt])) for each in examples}
-        waiting = sorted(examples, key=lambda each: (-lengths[each.id], each.id))
-        batches = []
-        while waiting:
-            longest = lengths[waiting[0].id] + self.max_new_tokens
-            size = max(1, self.batch_tokens // longest)
-            batches.append(waiting[:size])
-            waiting = waiting[size:]
-        return batches
+        """Examples of like length together; the same batches for the same examples."""
+        lengths = [len(self.encoder.prompt([each.prompt])) + self.max_new_tokens for each in examples]
+        return [[examples[i] for i in batch] for batch in of_like_length(lengths, self.batch_tokens)]
 
     def answer(self, batch: Sequence[Example]) -> list[Answer]:
         """The answers to one batch."""

@@ -17,6 +17,7 @@ class Full(Method):
     name = "full"
     title = "full fine-tuning"
     reference = "–"
+    trains_the_model = True
 
     def prepare(self, model: nn.Module, adapter: Adapter, seed: int) -> nn.Module:
         """Let every weight learn.

@@ -33,6 +33,8 @@ class Method:
     name: ClassVar[str]
     title: ClassVar[str]
     reference: ClassVar[str]
+    # Whether the model itself learns, so that it is what is saved; else an adapter is.
+    trains_the_model: ClassVar[bool] = False
 
     @classmethod
     def options(cls) -> dict[str, dataclasses.Field[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -78,10 +77,3 @@ class Task:
         Raises:
             NALoRAError: a sandbox, a key or a server that scoring needs is not there.
         """
-
-
-def held_out(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """(the rest, a share of the examples drawn by the seed): a validation split of the training set."""
-    chosen = set(random.Random(seed).sample(range(len(examples)), round(share * len(examples))))
-    rest = [each for i, each in enumerate(examples) if i not in chosen]
-    return rest, [examples[i] for i in sorted(chosen)]

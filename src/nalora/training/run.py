@@ -84,10 +84,13 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     if trainer.is_world_process_zero():
         if caching:
             config.use_cache = caching
-        trained: Any = loaded.model if run.method.name == "full" else model
-        trained.save_pretrained(folder.model if run.method.name == "full" else folder.adapter)
-        if run.method.name == "full":
-            loaded.processor.save_pretrained(folder.model)
+        if run.method.trains_the_model:
+            saved: tuple[Any, ...] = (loaded.model, loaded.processor)
+            for each in saved:
+                each.save_pretrained(folder.model)
+        else:
+            adapted: Any = model
+            adapted.save_pretrained(folder.adapter)
         folder.finish(result)
     return result
 

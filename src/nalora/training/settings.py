@@ -147,14 +147,27 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise NALoRAError(str(path), found=line, expected="YAML", fix="one `key: value` a line") from error
     if not isinstance(given, dict):
         raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see recipes/")
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator:
-            raise NALoRAError(override, found="no =", expected="key=value", fix=f"write {override}=VALUE")
-        given[key] = yaml.safe_load(value) if value else None
+    given |= key_values(overrides)
     if given.get("output") is None:
         given["output"] = str(Path("runs") / path.stem)
     return check(given, where=str(path))
+
+
+def key_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` arguments of the command line, their values read as YAML.
+
+    Raises:
+        NALoRAError: an argument without =.
+    """
+    import yaml
+
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        if not separator:
+            raise NALoRAError(argument, found="no =", expected="key=value", fix=f"write {argument}=VALUE")
+        found[key] = yaml.safe_load(value) if value else None
+    return found
 
 
 def check(given: dict[str, Any], where: str = "run") -> Run:
