@@ -1,36 +1,63 @@
-"""Training methods by name, behind one interface."""
+"""Training methods by name, behind one interface: each file here holds one, and so may a file of yours."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
+import pkgutil
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
 from nalora.errors import NALoRAError
-from nalora.methods.method import Method
+from nalora.methods.method import Adapter, Method, Start
 
-__all__ = ["Method", "get", "names"]
+__all__ = ["Adapter", "Method", "Start", "get", "names"]
 
-_MODULES = {"lora": "lora", "full": "full", "na-lora": "na_lora"}
+
+@functools.cache
+def _known() -> dict[str, type[Method]]:
+    """Every method of this package, found by what its modules call METHODS."""
+    modules = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    return {method.name: method for module in modules for method in getattr(module, "METHODS", ())}
 
 
 def names() -> list[str]:
     """Every method by name."""
-    return [*_MODULES]
+    return sorted(_known())
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name.
+    """The method of that name, or the first of a Python file's METHODS where `name` is its path.
 
     Raises:
         NALoRAError: no such method.
     """
-    if name not in _MODULES:
+    if name.endswith(".py"):
+        return _of_file(Path(name))
+    if name not in _known():
         close = difflib.get_close_matches(name, names(), 1)
         raise NALoRAError(
             f"method {name!r}",
             found="no method of that name",
-            expected=f"one of {', '.join(names())}",
+            expected=f"one of {', '.join(names())}, or a Python file with METHODS",
             fix=f"did you mean {close[0]!r}?" if close else "see `nalora methods`",
         )
-    method: type[Method] = import_module(f"nalora.methods.{_MODULES[name]}").METHOD
-    return method
+    return _known()[name]
+
+
+def _of_file(path: Path) -> type[Method]:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise NALoRAError(
+            f"method {str(path)!r}", found="no such file", expected="a method's Python file", fix="check it"
+        )
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for method in getattr(module, "METHODS", ()):
+        found: type[Method] = method
+        return found
+    raise NALoRAError(
+        f"method {str(path)!r}", found="no METHODS in the file", expected="METHODS = (YourMethod,)", fix="add that line"
+    )

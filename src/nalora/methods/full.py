@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nalora.errors import NALoRAError
-from nalora.methods.method import Adapter, Method
+from nalora.methods.method import Adapter, Method, Start
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class Full(Method):
     title = "full fine-tuning"
     reference = "–"
     trains_the_model = True
+    not_under_na_lora = "there is no adapter whose steps could be controlled"
 
-    def prepare(self, model: nn.Module, adapter: Adapter, seed: int) -> nn.Module:
+    def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
         """Let every weight learn.
 
         Raises:
@@ -35,4 +36,4 @@ class Full(Method):
         return model.requires_grad_(True)
 
 
-METHOD = Full
+METHODS = (Full,)

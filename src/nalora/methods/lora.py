@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from nalora.methods.method import Adapter, Method
+from nalora.errors import NALoRAError
+from nalora.methods.method import Adapter, Method, Start
 
 
 @dataclass(frozen=True)
 class LoRA(Method):
-    """PEFT's LoRA, its adapters in float32 whatever the base is held in."""
+    """PEFT's LoRA, its adapters in float32 whatever the base is held in; other methods change where it starts."""
 
     name = "lora"
     title = "LoRA"
     reference = "Hu et al. 2021, arXiv 2106.09685"
 
-    def prepare(self, model: nn.Module, adapter: Adapter, seed: int) -> nn.Module:
+    def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
         """Freeze the base and add one adapter to each target layer, the same for the same seed."""
         import peft
 
-        torch.manual_seed(seed)
-        wrapped: nn.Module = peft.get_peft_model(model, self.config(adapter))
+        torch.manual_seed(start.seed)
+        config = self.config(adapter, start)
+        wrapped: nn.Module = peft.get_peft_model(model, config)
+        refuse_rank_above_dimension(wrapped)
+        self.initialise(wrapped, adapter, start)
         return wrapped
 
-    def config(self, adapter: Adapter) -> Any:
+    def config(self, adapter: Adapter, start: Start) -> Any:
         """PEFT's configuration."""
         import peft
 
-        return peft.LoraConfig(
-            r=adapter.rank,
-            lora_alpha=adapter.alpha,
-            lora_dropout=adapter.dropout,
-            target_modules=adapter.target_modules,
-        )
+        return peft.LoraConfig(**self.config_settings(adapter))
+
+    def config_settings(self, adapter: Adapter) -> dict[str, Any]:
+        """What PEFT's configuration is made from."""
+        return {
+            "r": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "lora_dropout": adapter.dropout,
+            "target_modules": adapter.target_modules,
+        }
+
+    def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
+        """Where the adapters start, if not as PEFT left them."""
 
 
-METHOD = LoRA
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every layer with an adapter, by name."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def refuse_rank_above_dimension(model: nn.Module) -> None:
+    """A rank above a layer's own is never meant, and no decomposition of its weight has so many directions."""
+    for name, layer in lora_layers(model):
+        rank, largest = max(layer.r.values()), min(layer.in_features, layer.out_features)
+        if rank > largest:
+            raise NALoRAError(
+                f"rank: {rank}",
+                found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
+                expected=f"a rank of at most {largest}",
+                fix="lower rank, or leave that layer out of target_modules",
+            )
+
+
+METHODS = (LoRA,)

@@ -1,12 +1,18 @@
-"""What a training method is: what it does to the model before training, and during it."""
+"""What a training method is: its work before training, its optimizer, its work at every step, what it saves."""
 
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,27 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Start:
+    """What a method may use before the first step.
+
+    Args:
+        seed: of everything it draws.
+        steps: how many optimizer steps the run will take.
+        batches: the first n batches of the training set, this process's share of each, the same at every call.
+        folder: the run's folder; what a resumed run must find again of the start is kept there.
+        cache: where results that took long are kept by their content, for other runs.
+        report: hears (what, done, total) on long work.
+    """
+
+    seed: int = 0
+    steps: int = 1
+    batches: Callable[[int], Iterable[Batch]] = lambda n: ()
+    folder: Path | None = None
+    cache: Path | None = None
+    report: Callable[[str, int, int], None] = lambda what, done, total: None
+
+
+@dataclass(frozen=True)
 class Method:
     """A subclass is a frozen dataclass: its fields are the settings that a run may give beside the adapter's."""
 
@@ -35,15 +62,48 @@ class Method:
     reference: ClassVar[str]
     # Whether the model itself learns, so that it is what is saved; else an adapter is.
     trains_the_model: ClassVar[bool] = False
+    # Why NA-LoRA cannot control this method's steps; None where it can.
+    not_under_na_lora: ClassVar[str | None] = None
 
     @classmethod
-    def options(cls) -> dict[str, dataclasses.Field[Any]]:
-        """The settings of this method by name."""
-        return {field.name: field for field in dataclasses.fields(cls)}
+    def options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of this method by name, with their types; `given` is all that the run says."""
+        return {field.name: cls.type_of(field.name) for field in dataclasses.fields(cls)}
 
-    def prepare(self, model: nn.Module, adapter: Adapter, seed: int) -> nn.Module:
-        """The model as it is trained: wrapped, initialised, the rest frozen."""
+    @classmethod
+    def type_of(cls, field: str) -> Any:
+        """The type of one of the class's own settings."""
+        return typing.get_type_hints(cls)[field]
+
+    @classmethod
+    def build(cls, **settings: Any) -> Method:
+        """The method with these settings.
+
+        Raises:
+            NALoRAError: a setting out of range, or settings that make no sense together.
+        """
+        return cls(**settings)
+
+    def settings(self) -> dict[str, Any]:
+        """All settings with their values, flat."""
+        return dataclasses.asdict(self)
+
+    def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
+        """The model as it is trained: wrapped, initialised, the rest frozen.
+
+        Raises:
+            NALoRAError: a model or an adapter that the method cannot train.
+        """
         raise NotImplementedError
+
+    def optimizer(self, trainer: Any) -> Optimizer | None:
+        """The method's own optimizer for a `transformers.Trainer`'s model; None for the one the run names."""
+        return None
 
     def attach(self, trainer: Any) -> None:
         """What happens at every step, hung on a `transformers.Trainer` before it trains."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write what was trained, such that it loads on the stock base model with stock libraries."""
+        trained: Any = model
+        trained.save_pretrained(folder)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from nalora.errors import NALoRAError
+from nalora.processes import is_first_process
 
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
 # Written last into a checkpoint: a folder without it was being written when the run was killed.
@@ -99,11 +100,6 @@ class RunFolder:
     def finish(self, result: dict[str, Any]) -> None:
         """Write what the run came to."""
         write_json(self.result, result)
-
-
-def is_first_process() -> bool:
-    """Whether this process, of those that were launched together, is the one that writes."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def environment() -> dict[str, Any]:

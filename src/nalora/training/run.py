@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +15,18 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from nalora import tasks
-from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
+from nalora.processes import is_first_process
 from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
-from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
+from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, starting
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
-from nalora.training.folder import RunFolder, is_first_process
+from nalora.training.folder import RunFolder
 from nalora.training.settings import Run, RunSettings
+from nalora.training.start import make_start
+from nalora.training.trainer import make_trainer
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
@@ -57,9 +58,12 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     if caching:
         # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
         config.use_cache = False
-    model = run.method.prepare(material.model.train(), material.adapter, settings.seed)
+    with starting(console) as report:
+        start = make_start(settings, material.dataset, material.collator, loaded.device, folder.path, report)
+        model = run.method.prepare(material.model.train(), material.adapter, start)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
-    trainer = make_trainer(run, model, material, [RunRecord(folder), stop, bar])
+    trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
+    trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
     folder.forget_metrics_after(_step_of(checkpoint))
     began = time.perf_counter()
@@ -85,12 +89,10 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         if caching:
             config.use_cache = caching
         if run.method.trains_the_model:
-            saved: tuple[Any, ...] = (loaded.model, loaded.processor)
-            for each in saved:
-                each.save_pretrained(folder.model)
+            run.method.save(loaded.model, folder.model)
+            loaded.processor.save_pretrained(folder.model)
         else:
-            adapted: Any = model
-            adapted.save_pretrained(folder.adapter)
+            run.method.save(model, folder.adapter)
         folder.finish(result)
     return result
 
@@ -181,69 +183,6 @@ def described(rows: TrainingRows | None) -> list[str]:
     if rows.dropped or rows.cut:
         lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
     return lines
-
-
-def make_trainer(run: Run, model: Any, material: Material, callbacks: list[Any]) -> Any:
-    """A `transformers.Trainer` with the run's settings."""
-    from transformers import Trainer, TrainingArguments
-    from transformers.trainer_callback import PrinterCallback
-
-    settings = run.settings
-    devices = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else _launched_processes()
-    micro = settings.micro_batch_size or max(1, settings.batch_size // devices)
-    if settings.batch_size % (micro * devices):
-        raise NALoRAError(
-            f"batch_size: {settings.batch_size}",
-            found=f"{devices} processes with micro_batch_size {micro}",
-            expected="a multiple of their product",
-            fix=f"set micro_batch_size to a divisor of {settings.batch_size // devices}",
-        )
-    device = settings.device or loading.best_device()
-    dtype = settings.dtype or loading.default_dtype(device)
-    arguments = TrainingArguments(
-        output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=settings.batch_size // (micro * devices),
-        learning_rate=settings.learning_rate,
-        num_train_epochs=settings.epochs,
-        max_steps=settings.steps or -1,
-        lr_scheduler_type=settings.schedule,
-        warmup_steps=settings.warmup,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_norm,
-        optim=settings.optimizer,
-        bf16=dtype == "bfloat16",
-        fp16=dtype == "float16",
-        use_cpu=device == "cpu",
-        seed=settings.seed,
-        data_seed=settings.seed,
-        logging_steps=settings.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_strategy="steps" if settings.save_every else "no",
-        save_steps=settings.save_every or 500,
-        # Two, so that one whole checkpoint is there while the next is being written.
-        save_total_limit=2,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
-        report_to=settings.report_to,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        dataloader_pin_memory=device.startswith("cuda"),
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=material.dataset,
-        data_collator=material.collator,
-        callbacks=callbacks,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _launched_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -115,7 +115,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings with their values, flat as in the file."""
-        return dataclasses.asdict(self.settings) | dataclasses.asdict(self.method) | self.task_options
+        return dataclasses.asdict(self.settings) | self.method.settings() | self.task_options
 
 
 # Limits that a type does not say: (setting, holds, what is expected).
@@ -180,13 +180,12 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     own = {each.name: each for each in dataclasses.fields(RunSettings)}
     method = _method_of(given, problems)
     task_keys = _task_options(given, problems)
-    options = method.options() if method else {}
+    options = _method_options(method, given, problems)
     known = [*own, *options, *task_keys]
     values: dict[str, Any] = {}
     for key, value in given.items():
-        fields = own if key in own else options
-        if key in fields:
-            hint = typing.get_type_hints(RunSettings if key in own else method)[key]
+        if key in own or key in options:
+            hint = typing.get_type_hints(RunSettings)[key] if key in own else options[key]
             values[key] = _converted(key, value, hint, problems)
         elif key in task_keys:
             values[key] = value
@@ -202,7 +201,7 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     prepared = None
     if method and not problems:
         try:
-            prepared = method(**{key: value for key, value in values.items() if key in options})
+            prepared = method.build(**{key: value for key, value in values.items() if key in options})
         except NALoRAError as error:
             problems.append(str(error))
     if problems or prepared is None:
@@ -222,6 +221,14 @@ def _method_of(given: dict[str, Any], problems: list[str]) -> type[Method] | Non
     except NALoRAError as error:
         problems.append(str(error))
         return None
+
+
+def _method_options(method: type[Method] | None, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    try:
+        return method.options(given) if method else {}
+    except NALoRAError as error:
+        problems.append(str(error))
+        return {}
 
 
 def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:

@@ -1,0 +1,93 @@
+"""The `transformers.Trainer` of a run, and how its batch is split over processes and passes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nalora import processes
+from nalora.errors import NALoRAError
+from nalora.models import loading
+from nalora.training.settings import RunSettings
+
+
+class Split(NamedTuple):
+    """An optimizer step's batch: `accumulated` passes of `micro` examples on each of `processes`."""
+
+    micro: int
+    accumulated: int
+    processes: int
+
+    def steps(self, examples: int, epochs: float) -> int:
+        """How many optimizer steps the Trainer takes for so many examples."""
+        passes = math.ceil(examples / (self.micro * self.processes))
+        return math.ceil(math.ceil(passes / self.accumulated) * epochs)
+
+
+def split_batch(settings: RunSettings) -> Split:
+    """How the run's batch is split.
+
+    Raises:
+        NALoRAError: it cannot be.
+    """
+    count = processes.count()
+    micro = settings.micro_batch_size or max(1, settings.batch_size // count)
+    if settings.batch_size % (micro * count):
+        raise NALoRAError(
+            f"batch_size: {settings.batch_size}",
+            found=f"{count} processes with micro_batch_size {micro}",
+            expected="a multiple of their product",
+            fix=f"set micro_batch_size to a divisor of {settings.batch_size // count}",
+        )
+    return Split(micro, settings.batch_size // (micro * count), count)
+
+
+def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any, callbacks: list[Any]) -> Any:
+    """A `transformers.Trainer` with the run's settings."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    split = split_batch(settings)
+    device = settings.device or loading.best_device()
+    dtype = settings.dtype or loading.default_dtype(device)
+    arguments = TrainingArguments(
+        output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
+        per_device_train_batch_size=split.micro,
+        gradient_accumulation_steps=split.accumulated,
+        learning_rate=settings.learning_rate,
+        num_train_epochs=settings.epochs,
+        max_steps=settings.steps or -1,
+        lr_scheduler_type=settings.schedule,
+        warmup_steps=settings.warmup,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_norm,
+        optim=settings.optimizer,
+        bf16=dtype == "bfloat16",
+        fp16=dtype == "float16",
+        use_cpu=device == "cpu",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        logging_steps=settings.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_strategy="steps" if settings.save_every else "no",
+        save_steps=settings.save_every or 500,
+        # Two, so that one whole checkpoint is there while the next is being written.
+        save_total_limit=2,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        report_to=settings.report_to,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        dataloader_pin_memory=device.startswith("cuda"),
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=collator,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
