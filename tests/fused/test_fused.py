@@ -11,6 +11,7 @@ import nalora
 from nalora import NALoRAConfig, activations
 
 gated = pytest.importorskip("nalora.fused.gated")
+from nalora.fused.factors import Adapters, cast  # noqa: E402
 from nalora.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
 from nalora.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
 from nalora.statistics.triton_activations import number_and_limit  # noqa: E402
@@ -54,7 +55,11 @@ def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
         h = torch.nn.functional.silu(z) * u
         return h @ w_down.double().T + 1.5 * (h @ a_down.T) @ b_down.T
 
-    weights = Weights(w_gate.to, w_up.to, w_down.to, 2.0, 0.5, 1.5)
+    a_gate, b_gate, a_up, b_up, a_down, b_down = factors
+    made = cast(
+        [Adapters((a_gate, a_up), (b_gate, b_up), (2.0, 0.5)), Adapters((a_down,), (b_down,), (1.5,))], torch.float32
+    )
+    weights = Weights(w_gate.to, w_up.to, w_down.to, 2.0, 0.5, 1.5, *made)
     spec = gated.GateSpec(0, float("inf"), -1.0, 1.0, 0.0, False)
     y = LoRAFFN.apply(*inputs, weights, spec, None, None)
     y.backward(dy)
@@ -80,14 +85,19 @@ def test_linear_layers_of_one_input_pass_gradcheck():
             for i, (w, bias, a, b) in enumerate(zip(weights, biases, factors[::2], factors[1::2], strict=True))
         ]
 
-    assert torch.autograd.gradcheck(lambda x, *f: LoRALinears.apply(x, layers, *f), (x, *factors))
-    assert torch.autograd.gradcheck(lambda x, *f: LoRALinears.apply(x, layers, *f)[::2], (x, *factors))
-    for ours, theirs in zip(LoRALinears.apply(x, layers, *factors), exact(x, *factors), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    def ours(x, *factors):
+        with torch.no_grad():
+            (made,) = cast([Adapters(factors[::2], factors[1::2], tuple(each.scaling for each in layers))], x.dtype)
+        return LoRALinears.apply(x, layers, made, *factors)
+
+    assert torch.autograd.gradcheck(ours, (x, *factors))
+    assert torch.autograd.gradcheck(lambda x, *f: ours(x, *f)[::2], (x, *factors))
+    for got, theirs in zip(ours(x, *factors), exact(x, *factors), strict=True):
+        torch.testing.assert_close(got, theirs)
 
 
-def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="derivative", steps=4, model=None):
-    model = (model or tiny.llama(dtype)).to(DEVICE)
+def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="derivative", steps=4, autocast=False):
+    model = tiny.llama(dtype).to(DEVICE)
     if checkpointing is not None:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
@@ -98,7 +108,8 @@ def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="deriv
     losses, counted = [], []
     for step in range(steps):
         for half in range(2):
-            loss = tiny.sum_loss(model, tiny.tokens(seed=2 * step + half).to(DEVICE), mask)
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                loss = tiny.sum_loss(model, tiny.tokens(seed=2 * step + half).to(DEVICE), mask)
             loss.backward()
             losses.append(loss.item())
         counted.append(controller._groups[0].tokens.tolist())
@@ -124,8 +135,10 @@ def test_training_is_that_of_pefts_layers(kernels, importance, checkpointing):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter multiplies bf16 as integers")
 @KERNELS
-def test_bf16_stays_within_rounding(kernels):
-    plain, fused = train("off", dtype=torch.bfloat16, steps=3), train(kernels, dtype=torch.bfloat16, steps=3)
+@pytest.mark.parametrize("setting", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("checkpointing", [None, False])
+def test_half_precision_stays_within_rounding(kernels, setting, checkpointing):
+    plain, fused = (train(each, steps=3, checkpointing=checkpointing, **setting) for each in ("off", kernels))
     assert plain[1] == pytest.approx(fused[1], rel=2e-2)
     assert plain[2] == fused[2]
 

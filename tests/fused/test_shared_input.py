@@ -9,6 +9,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 from nalora.fused import shared_input
+from nalora.fused.factors import StepFactors
 from nalora.fused.layers import fuse_linears
 from nalora.fused.shared_input import children_of_one_input
 
@@ -40,7 +41,7 @@ def three(monkeypatch):
 
     monkeypatch.setattr(shared_input.LoRALinears, "apply", counted)
     layers = dict(model.named_children())
-    undo = fuse_linears(model, layers)
+    undo = fuse_linears(model, layers, StepFactors())
 
     def peft(*inputs):
         forwards = [layer.__dict__.pop("forward") for layer in layers.values()]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from nalora.fused.factors import StepFactors
 from nalora.fused.layers import fuse_ffn, fuse_linears, fuse_product
 from nalora.observer import GateObserver
 from nalora.plan import Plan
@@ -21,13 +22,16 @@ def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver], *, adapter
         observers: one for each block of the plan.
         adapters: whether adapters are fused into their layers, or only the product φ(z) ⊙ u.
     """
+    factors = StepFactors()
     undo: list[Callable[[], None]] = []
     fused: set[nn.Module] = set()
     for each, observer in zip(plan.blocks, observers, strict=True):
         host = each.block.host
         if host is None:
             continue
-        put_back = (fuse_ffn if adapters else fuse_product)(host, each.block, observer)
+        put_back = (
+            fuse_ffn(host, each.block, observer, factors) if adapters else fuse_product(host, each.block, observer)
+        )
         if put_back is not None:
             undo.append(put_back)
             fused |= {projection.module for projection in each.block.projections.values()}
@@ -35,5 +39,6 @@ def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver], *, adapter
         for parent in model.modules():
             children = parent.named_children()
             layers = {name: each for name, each in children if isinstance(each, LoraLayer) and each not in fused}
-            undo += fuse_linears(parent, layers)
+            undo += fuse_linears(parent, layers, factors)
+        undo += factors.follow(model)
     return undo

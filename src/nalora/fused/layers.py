@@ -14,29 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from nalora.blocks import FFNBlock
+from nalora.fused.factors import StepFactors, adapters_of
 from nalora.fused.gated import GateSpec
 from nalora.fused.gated_product import GatedProduct
 from nalora.fused.lora_ffn import LoRAFFN, Weights
-from nalora.fused.peft_layers import frozen_weight, only_adapter, replace_forward
+from nalora.fused.lora_linear import compute_dtype
+from nalora.fused.peft_layers import frozen_weight, replace_forward
 from nalora.fused.shared_input import LinearGroup, children_of_one_input
 from nalora.observer import GateObserver
 from nalora.statistics.triton_activations import number_and_limit
 from nalora.statistics.triton_sums import as_bytes
 
 
-def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module]) -> list[Callable[[], None]]:
+def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors) -> list[Callable[[], None]]:
     """Compute a module's LoRA linear layers as single functions, those of one input as one; what undoes it.
 
     Args:
         parent: the module that calls the layers.
         layers: those of its children, by name, that may be fused.
+        factors: where the adapters are cast.
     """
     weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
     alike = [[name for name in names if name in weights] for names in children_of_one_input(parent)] if weights else []
     together = {name for names in alike for name in names}
     undo = []
     for names in (*alike, *([name] for name in weights if name not in together)):
-        group = LinearGroup({layers[name]: weights[name] for name in names})
+        group = LinearGroup({layers[name]: weights[name] for name in names}, factors)
         undo += [replace_forward(layers[name], _fused_linear(layers[name], group)) for name in names]
     return undo
 
@@ -52,28 +55,33 @@ def _fused_linear(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]
     return forward
 
 
-def fuse_ffn(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Callable[[], None] | None:
+def fuse_ffn(
+    host: nn.Module, block: FFNBlock, observer: GateObserver, factors: StepFactors
+) -> Callable[[], None] | None:
     """Compute a whole gated FFN as one function; the result puts the module's own forward back. None: impossible."""
     spec = _gate_spec(block, observer)
     if spec is None or block.up is None:
         return None
-    layers = (block.gate.module, block.up.module, block.down.module)
-    frozen = [frozen_weight(layer) for layer in layers]
-    if None in frozen or any(layer.base_layer.bias is not None for layer in layers):
+    inner, outer = (block.gate.module, block.up.module), (block.down.module,)
+    frozen = [frozen_weight(layer) for layer in (*inner, *outer)]
+    if None in frozen or any(layer.base_layer.bias is not None for layer in (*inner, *outer)):
         return None
+    factors.groups += [inner, outer]
     original = host.forward
 
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        adapters = [only_adapter(layer) for layer in layers]
-        if None in adapters or not _is_plain_call(args, kwargs):
+        inside, outside = adapters_of(inner), adapters_of(outer)
+        if inside is None or outside is None or not _is_plain_call(args, kwargs):
             return original(x, *args, **kwargs)
-        (a_gate, b_gate, s_gate), (a_up, b_up, s_up), (a_down, b_down, s_down) = adapters
+        (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
             return original(x, *args, **kwargs)
         mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
         sums = observer.claim(x.device) if host.training else None
-        weights = Weights(*frozen, s_gate, s_up, s_down)
+        dtype = compute_dtype(x)
+        made = factors.of(inner, inside, dtype), factors.of(outer, outside, dtype)
+        weights = Weights(*frozen, *inside.scalings, *outside.scalings, *made)
         return LoRAFFN.apply(x, a_gate, b_gate, a_up, b_up, a_down, b_down, weights, spec, sums, mask)
 
     return replace_forward(host, forward)

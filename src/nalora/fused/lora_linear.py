@@ -8,15 +8,15 @@ once in its own dtype, and only A and B get gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# A frozen weight [out, in] in the dtype asked for: kept as it is, or unpacked from 4 bits for the moment.
-Weight = Callable[[torch.dtype], Tensor]
+from nalora.fused.factors import Factors
+from nalora.fused.peft_layers import Weight
 
 
 class FrozenLinear(NamedTuple):
@@ -34,40 +34,64 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def product_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left · right in another dtype: float32 straight from the product's own sums, where the device can."""
+    if left.is_cuda and dtype is torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def scaled_rows(stacked: Tensor, ranks: Sequence[int], scalings: Sequence[float]) -> tuple[Tensor, ...]:
+    """The gradients of A from those of s·A, in place."""
+    pieces = stacked.split(list(ranks))
+    if len(set(scalings)) == 1:
+        stacked.mul_(scalings[0])
+    else:
+        torch._foreach_mul_(list(pieces), list(scalings))
+    return pieces
+
+
 class LoRALinears(torch.autograd.Function):
-    """yᵢ = x Wᵢᵀ + biasᵢ + sᵢ (x Aᵢᵀ) Bᵢᵀ for several layers, with gradients for x, Aᵢ and Bᵢ alone."""
+    """yᵢ = x Wᵢᵀ + biasᵢ + (x (sᵢ Aᵢ)ᵀ) Bᵢᵀ for several layers, with gradients for x, Aᵢ and Bᵢ alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: tuple[FrozenLinear, ...], *factors: Tensor) -> tuple[Tensor, ...]:
-        """Save x, its projections and the factors, nothing of an output's size; `factors` is A₁, B₁, A₂, B₂, …"""
-        dtype = compute_dtype(x)
+    def forward(
+        ctx: Any, x: Tensor, layers: tuple[FrozenLinear, ...], made: Factors, *factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Save x, its projections and the factors, nothing of an output's size.
+
+        Args:
+            ctx: autograd's.
+            x: the layers' input.
+            layers: what is frozen.
+            made: the factors as they are computed with.
+            *factors: A₁, B₁, A₂, B₂, …, which get the gradients.
+        """
+        dtype = made.a.dtype
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        a = torch.cat(factors[::2]).to(dtype)
-        b = [(each * layer.scaling).to(dtype) for each, layer in zip(factors[1::2], layers, strict=True)]
-        projected = rows @ a.T
+        projected = rows @ made.a.T
         outputs = []
-        for low, each, layer in zip(_columns(projected, b), b, layers, strict=True):
-            y = low @ each.T if layer.bias is None else torch.addmm(layer.bias.to(dtype), low, each.T)
+        for low, b, layer in zip(_columns(projected, made.b), made.b, layers, strict=True):
+            y = low @ b.T if layer.bias is None else torch.addmm(layer.bias.to(dtype), low, b.T)
             outputs.append(y.addmm_(rows, layer.weight(dtype).T).view(*x.shape[:-1], -1))
-        ctx.save_for_backward(rows, projected, a, *b)
+        ctx.save_for_backward(rows, projected, made.a, *made.b)
         ctx.set_materialize_grads(False)
-        ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, [each.dtype for each in factors])
+        ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, factors[0].dtype)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dx = Σ dyᵢ Wᵢ + (sᵢ dyᵢ Bᵢ) Aᵢ; dAᵢ = (sᵢ dyᵢ Bᵢ)ᵀ x; dBᵢ = sᵢ dyᵢᵀ (x Aᵢᵀ)."""
+        """dx = Σ dyᵢ Wᵢ + (dyᵢ Bᵢ) sᵢ Aᵢ; dAᵢ = sᵢ (dyᵢ Bᵢ)ᵀ x; dBᵢ = dyᵢᵀ (x (sᵢ Aᵢ)ᵀ)."""
         rows, projected, a, *b = ctx.saved_tensors
-        x_dtype, factor_dtypes = ctx.dtypes
+        x_dtype, factor_dtype = ctx.dtypes
         grads = [None if dy is None else dy.reshape(-1, dy.shape[-1]).to(rows.dtype) for dy in dys]
         through = torch.zeros_like(projected) if None in dys else torch.empty_like(projected)
         db: list[Tensor | None] = []
-        pieces = zip(grads, _columns(through, b), _columns(projected, b), b, ctx.layers, strict=True)
-        for dy, slot, low, each, layer in pieces:
+        for dy, slot, low, each in zip(grads, _columns(through, b), _columns(projected, b), b, strict=True):
             if dy is not None:
                 torch.mm(dy, each, out=slot)
-            db.append(None if dy is None else (dy.T @ low).mul_(layer.scaling))
+            db.append(None if dy is None else product_as(dy.T, low, factor_dtype))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = through @ a
@@ -75,12 +99,14 @@ class LoRALinears(torch.autograd.Function):
                 if dy is not None:
                     dx.addmm_(dy, layer.weight(rows.dtype))
             dx = dx.view(ctx.shape).to(x_dtype)
-        da = (through.T @ rows).split([each.shape[1] for each in b])
-        factors = [grad for pair in zip(da, db, strict=True) for grad in pair]
-        casts = (None if grad is None else grad.to(d) for grad, d in zip(factors, factor_dtypes, strict=True))
-        return dx, None, *casts
+        da = scaled_rows(
+            product_as(through.T, rows, factor_dtype),
+            [each.shape[1] for each in b],
+            [layer.scaling for layer in ctx.layers],
+        )
+        return dx, None, None, *(grad for pair in zip(da, db, strict=True) for grad in pair)
 
 
-def _columns(projected: Tensor, b: list[Tensor]) -> tuple[Tensor, ...]:
+def _columns(projected: Tensor, b: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Each layer's share [tokens, rank] of what was projected for all of them."""
     return projected.split([each.shape[1] for each in b], dim=1)

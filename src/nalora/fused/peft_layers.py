@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 
-from nalora.fused.lora_linear import Weight
+# A frozen weight [out, in] in the dtype asked for: kept as it is, or unpacked from 4 bits for the moment.
+Weight = Callable[[torch.dtype], Tensor]
 
 
 def only_adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:

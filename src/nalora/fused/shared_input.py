@@ -14,8 +14,9 @@ from collections import defaultdict
 
 from torch import Tensor, nn
 
-from nalora.fused.lora_linear import FrozenLinear, LoRALinears, Weight
-from nalora.fused.peft_layers import only_adapter
+from nalora.fused.factors import StepFactors, adapters_of
+from nalora.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
+from nalora.fused.peft_layers import Weight, only_adapter
 
 
 def children_of_one_input(parent: nn.Module) -> list[list[str]]:
@@ -66,8 +67,9 @@ class LinearGroup:
     A layer that is called with another tensor after all is computed by itself: more work, never a wrong number.
     """
 
-    def __init__(self, weights: dict[nn.Module, Weight]) -> None:
-        self.weights = weights
+    def __init__(self, weights: dict[nn.Module, Weight], factors: StepFactors) -> None:
+        self.weights, self.factors = weights, factors
+        factors.groups.append(tuple(weights))
         self.input: weakref.ref[Tensor] | None = None
         self.version = 0
         self.waiting: dict[nn.Module, Tensor] = {}
@@ -76,18 +78,21 @@ class LinearGroup:
         """The layer's output for x, None where more or other than one plain adapter acts on it."""
         if layer in self.waiting and self.input is not None and self.input() is x and self.version == x._version:
             return self.waiting.pop(layer)
-        members = [each for each in self.weights if only_adapter(each) is not None]
+        members = tuple(each for each in self.weights if only_adapter(each) is not None)
         if layer not in members:
             return None
         self.input, self.version = weakref.ref(x), x._version
         self.waiting = dict(zip(members, self._together(members, x), strict=True))
         return self.waiting.pop(layer)
 
-    def _together(self, layers: list[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
-        frozen, factors = [], []
-        for layer in layers:
-            a, b, scaling = only_adapter(layer)
-            frozen.append(FrozenLinear(self.weights[layer], layer.base_layer.bias, scaling))
-            factors += [a, b]
-        outputs: tuple[Tensor, ...] = LoRALinears.apply(x, tuple(frozen), *factors)
+    def _together(self, layers: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+        adapters = adapters_of(layers)
+        assert adapters is not None
+        frozen = tuple(
+            FrozenLinear(self.weights[layer], layer.base_layer.bias, scaling)
+            for layer, scaling in zip(layers, adapters.scalings, strict=True)
+        )
+        made = self.factors.of(layers, adapters, compute_dtype(x))
+        factors = (factor for pair in zip(adapters.a, adapters.b, strict=True) for factor in pair)
+        outputs: tuple[Tensor, ...] = LoRALinears.apply(x, frozen, made, *factors)
         return outputs
