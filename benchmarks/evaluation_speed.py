@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import harness
 import torch
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--label", help="what the rows call the model")
     parser.add_argument("--alone", type=int, default=16, help="questions that are also asked one by one")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--batch-tokens", type=int, default=262_144)
@@ -48,10 +50,17 @@ def main() -> None:
     print(json.dumps(summary, indent=2))
     print(f"{batched:.0f} tokens/s in batches, {alone:.0f} one by one: {batched / alone:.1f} times faster")
     print(f"accuracy {accuracy['value']:.4f}, 95 % interval {accuracy['binomial']}")
-    setting = f"{args.model}, GSM8K test, {summary['examples']} questions"
-    rows = [("in batches", batched, summary["examples"]), ("one by one", alone, args.alone)]
-    harness.append([{"question": "evaluation", "setting": setting, "variant": name, "unit": "tokens/s", "p20": value,
-                     "p50": value, "p80": value, "samples": n} for name, value, n in rows], args.rows)  # fmt: skip
+    setting = f"{args.label or args.model}, GSM8K test, {summary['examples']} questions"
+    rows: list[dict[str, Any]] = [
+        {"variant": name, "unit": "tokens/s", "p20": value, "p50": value, "p80": value, "samples": n}
+        for name, value, n in (("in batches", batched, summary["examples"]), ("one by one", alone, args.alone))
+    ]
+    for name, measure in summary["measures"].items():
+        # An accuracy's quantiles are the ends of its 95 % interval.
+        low, high = measure["binomial"]
+        rows.append({"variant": name, "unit": "share", "p20": low, "p50": measure["value"], "p80": high,
+                     "samples": summary["examples"]})  # fmt: skip
+    harness.append([{"question": "evaluation", "setting": setting, **row} for row in rows], args.rows)
     if args.summary:
         args.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
