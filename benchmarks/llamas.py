@@ -25,6 +25,21 @@ SHAPES = {
 }
 
 
+def base(shape: Shape, *, seed: int = 0) -> torch.nn.Module:
+    """The model without adapters: bf16 weights on the GPU."""
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        rope_theta=500000.0, max_position_embeddings=8192, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
 def build(
     shape: Shape, *, checkpointing: bool = False, liger: bool = False, fused_loss: bool = True, seed: int = 0
 ) -> torch.nn.Module:
@@ -37,16 +52,7 @@ def build(
         fused_loss: False for CUDA graphs: Liger's fused loss reads a number back from the GPU.
         seed: of the random weights.
     """
-    config = transformers.LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        rope_theta=500000.0, max_position_embeddings=8192, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = transformers.LlamaForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
+    model = base(shape, seed=seed)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 

@@ -92,7 +92,8 @@ def runs(rows: list[Row], question: str, setting: str) -> list[dict[str, Row]]:
 def training_steps(rows: list[Row]) -> Iterator[str]:
     for setting, latest in settings(rows, "training step").items():
         every = runs(rows, "training step", setting)
-        yield f"\n## Training step: {setting}\n\n`python benchmarks/training_step.py`. {measured_on(latest[BASELINE])}\n"
+        yield f"\n## Training step: {setting}\n\n`python benchmarks/training_step.py`."
+        yield f"{measured_on(latest[BASELINE])}\n"
         yield "| variant | ms (p20 … p80) | time | bound | peak GiB | memory | bound |\n|---|---|---|---|---|---|---|"
         for name, row in latest.items():
             base = next(run[BASELINE] for run in reversed(every) if run.get(name) is row)

@@ -69,6 +69,10 @@ class NALoRAConfig:
         scaling: whether the step scales act.
         importance: what a channel is ranked by: ``"derivative"``, E|φ′(z)| as in the paper, or
             ``"utility"``, E|φ′(z)|·|u|, the whole factor that stands in the paper's gate gradient.
+        mask_channels: ``"learned"``, or a control for what the mask's choice of channels is worth: ``"shuffled"`` gives
+            every channel another one's value by a fixed random exchange, the same histogram at every step;
+            ``"frozen"`` keeps the first observation's mask.
+        mask_seed: which exchange ``"shuffled"`` draws.
         preserve_mean: divide the mask by its mean, so that it moves capacity without shrinking the step.
         regimes: ``"paper"`` leaves the GELU family unscaled as the paper does; ``"derived"`` scales every
             activation whose κ has two characteristic points.
@@ -88,6 +92,8 @@ class NALoRAConfig:
     mask: bool = True
     scaling: bool = True
     importance: Literal["derivative", "utility"] = "derivative"
+    mask_channels: Literal["learned", "shuffled", "frozen"] = "learned"
+    mask_seed: int = 0
     preserve_mean: bool = False
     regimes: Literal["paper", "derived"] = "paper"
     thresholds: tuple[float, float] | None = None
@@ -101,6 +107,7 @@ class NALoRAConfig:
         _require("scale_ema", self.scale_ema, 0 <= self.scale_ema < 1, "a number in [0, 1)")
         _require("positive_penalty", self.positive_penalty, 0 <= self.positive_penalty < math.inf, "a number ≥ 0")
         _one_of("importance", self.importance, ("derivative", "utility"))
+        _one_of("mask_channels", self.mask_channels, ("learned", "shuffled", "frozen"))
         _one_of("regimes", self.regimes, ("paper", "derived"))
         _one_of("apply_to", self.apply_to, ("gradient", "update"))
         _one_of("start", self.start, ("ones", "first"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,8 @@ class BlockGroup:
         self.score = torch.zeros(n, dtype=dtype, device=device)
         self.stability = torch.zeros(n, dtype=dtype, device=device)
 
+        self._exchange: Tensor | None = None
+
     STATE = ("mask", "scales", "updates", "skipped", "shares", "score", "stability")
 
     def sums(self, index: int) -> Sums:
@@ -81,14 +84,20 @@ class BlockGroup:
         sensitivity, regimes, tokens = self._over_ranks()
         k_eff = equations.channel_score(sensitivity, tokens)
         valid = (tokens > 0) & torch.isfinite(k_eff.sum(-1))
-        first = (self.updates == 0) & (config.start == "first")
+        if config.mask_channels == "shuffled":
+            k_eff = k_eff.gather(1, self._exchanged(config.mask_seed))
+        never = self.updates == 0
+        first = never & (config.start == "first")
 
         if config.keep_ratio == 1:
             mask = torch.ones_like(k_eff)
         else:
             threshold = equations.quantile_threshold(k_eff, config.keep_ratio)
             mask = equations.soft_mask(k_eff, threshold, config.sharpness)
-        mask = torch.where(first[:, None], mask, equations.ema(self.mask, mask, config.mask_ema))
+        if config.mask_channels == "frozen":
+            mask = torch.where(never[:, None], mask, self.mask)
+        else:
+            mask = torch.where(first[:, None], mask, equations.ema(self.mask, mask, config.mask_ema))
 
         shares = equations.regime_shares(regimes, dtype=self.scales.dtype)
         score = equations.regime_score(shares, config.positive_penalty)
@@ -102,6 +111,16 @@ class BlockGroup:
             shares=torch.where(valid[:, None], shares, self.shares),
             score=torch.where(valid, score, self.score),
         )
+
+    def _exchanged(self, seed: int) -> Tensor:
+        """Which channel's score each channel gets, [n, width]: drawn once from the seed and the block's name."""
+        if self._exchange is None:
+            drawn = []
+            for name in self.names:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                drawn.append(torch.randperm(self.width, generator=generator))
+            self._exchange = torch.stack(drawn).to(self.mask.device)
+        return self._exchange
 
     @torch.no_grad()
     def commit(self, decision: Decision, happened: Tensor | None) -> None:

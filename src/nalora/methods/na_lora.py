@@ -42,6 +42,8 @@ class NALoRA(Method):
     mask: bool = True
     scaling: bool = True
     importance: Literal["derivative", "utility"] = "derivative"
+    mask_channels: Literal["learned", "shuffled", "frozen"] = "learned"
+    mask_seed: int = 0
     preserve_mean: bool = False
     regimes: Literal["paper", "derived"] = "paper"
     apply_to: Literal["gradient", "update"] = "gradient"

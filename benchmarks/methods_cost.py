@@ -1,0 +1,159 @@
+"""What does each method cost beside LoRA: time of a step, time of its start, peak memory?
+
+python benchmarks/methods_cost.py [--shape smollm2-135m] [--batch 4] [--length 1024] [--steps 12] [--only NAME …]
+
+One model after another in one process, each trained by the run's own `transformers.Trainer`; LoRA first and last, so
+that a drift of the machine shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from llamas import SHAPES, base
+from transformers import TrainerCallback
+
+from nalora import methods
+from nalora.methods.method import Adapter
+from nalora.training.run import RowDataset
+from nalora.training.settings import RunSettings
+from nalora.training.start import make_start
+from nalora.training.trainer import make_trainer
+
+# What is measured: a name for the row, the method, its settings. PiSSA's exact decomposition of an 8B model takes an
+# hour; its authors' fast one is what anybody would run.
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("lora", "lora", {}),
+    ("full", "full", {}),
+    ("rslora", "rslora", {}),
+    ("dora", "dora", {}),
+    ("pissa", "pissa", {"iterations": 16}),
+    ("lora+", "lora+", {}),
+    ("adalora", "adalora", {}),
+    ("lora-ga", "lora-ga", {}),
+    ("lora-pro", "lora-pro", {}),
+    ("lora-pro, full mode", "lora-pro", {"mode": "full"}),
+    ("gora", "gora", {"gradient_memory": 16.0}),
+    ("na-lora", "na-lora", {}),
+    ("na-lora, fused layers", "na-lora", {"kernels": "fused"}),
+    ("na-lora, update space", "na-lora", {"apply_to": "update"}),
+    ("lora, again", "lora", {}),
+]
+
+
+class StepTimes(TrainerCallback):
+    """Milliseconds of every optimizer step, the GPU waited for."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        torch.cuda.synchronize()
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        torch.cuda.synchronize()
+        self.times.append(1000 * (time.perf_counter() - self.began))
+
+
+def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = torch.stack(rows)
+    return {"input_ids": ids, "labels": ids}
+
+
+def measure(method: methods.Method, settings: RunSettings, shape: str, length: int, warmup: int) -> dict[str, Any]:
+    """Start and steps of one method on a model of its own."""
+    model = base(SHAPES[shape]).train()
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, SHAPES[shape].vocabulary, (64 * settings.batch_size, length), generator=generator)
+    dataset = RowDataset(list(tokens))
+    passes: list[int] = []
+
+    def heard(what: str, done: int, total: int) -> None:
+        if what == "gradients":
+            passes.append(total)
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = RunSettings(**{**vars(settings), "output": folder})
+        start = make_start(settings, dataset, collate, torch.device("cuda"), Path(folder), heard)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        model = method.prepare(model, Adapter(), start.__class__(**{**vars(start), "cache": None}))
+        torch.cuda.synchronize()
+        started = time.perf_counter() - began
+        start_gib = torch.cuda.max_memory_allocated() / 2**30
+        times = StepTimes()
+        trainer = make_trainer(settings, model, dataset, collate, [times])
+        trainer.optimizer = method.optimizer(trainer)
+        method.attach(trainer)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    quantiles = harness.quantiles(times.times[warmup:])
+    return {
+        **quantiles, "samples": len(times.times) - warmup, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "start_s": started, "start_gib": start_gib, "passes": passes[-1] if passes else 0,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--rows", type=Path, default=harness.ROWS)
+    args = parser.parse_args()
+    settings = RunSettings(
+        "random", "random", steps=args.steps, batch_size=args.batch, learning_rate=1e-5, dtype="bfloat16",
+        device="cuda", optimizer="adamw_torch_fused", log_every=1000,
+    )  # fmt: skip
+    for row_name, name, options in VARIANTS:
+        if args.only and row_name not in args.only:
+            continue
+        result = attempt(lambda n=name, o=options: measure(methods.get(n).build(**o), settings, args.shape, args.length, args.warmup))  # fmt: skip # noqa: E501
+        setting = f"{args.shape} shapes, {args.batch}x{args.length}"
+        if result is None:
+            print(f"{row_name:24s} out of memory", flush=True)
+            result = dict.fromkeys(("p20", "p50", "p80", "peak_gib", "start_s", "start_gib"), float("inf"))
+            result |= {"samples": 0, "passes": 0}
+        else:
+            print(f"{row_name:24s} {result['p50']:8.1f} ms  {result['peak_gib']:6.2f} GiB  start {result['start_s']:7.2f} s "
+                  f"{result['start_gib']:6.2f} GiB  {result['passes']} passes", flush=True)  # fmt: skip # noqa: E501
+        common = {"question": "methods", "setting": setting, "variant": row_name, "samples": result["samples"]}
+        quantiles = {q: result[q] for q in ("p20", "p50", "p80")}
+        start = dict.fromkeys(quantiles, round(result["start_s"], 3))
+        passes = dict.fromkeys(quantiles, result["passes"])
+        harness.append(
+            [
+                {**common, "unit": "ms", **quantiles, "peak_gib": round(result["peak_gib"], 3)},
+                {**common, "unit": "start s", **start, "peak_gib": round(result["start_gib"], 3), "samples": 1},
+                {**common, "unit": "start passes", **passes, "samples": 1},
+            ],
+            args.rows,
+        )
+
+
+def attempt(measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """The result, None where the GPU's memory did not suffice; nothing of it stays."""
+    result = None
+    with contextlib.suppress(torch.cuda.OutOfMemoryError):
+        result = measured()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+if __name__ == "__main__":
+    main()
