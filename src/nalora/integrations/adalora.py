@@ -1,4 +1,4 @@
-"""AdaLoRA on a `transformers.Trainer`: ranks allocated at every step, and again where a run is resumed."""
+"""AdaLoRA on a `transformers.Trainer`: its penalty in the loss, its ranks allocated at every step and resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from nalora.errors import NALoRAError
@@ -20,9 +20,20 @@ _ADAPTER = "default"
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
-class RankAllocation(TrainerCallback):  # type: ignore[misc]
-    """Calls the rank allocator of a trainer's model, and keeps its state in the checkpoints.
+def distance_from_orthogonality(model: nn.Module) -> Tensor:
+    """The mean of ‖AAᵀ − I‖ and ‖BᵀB − I‖ over all layers."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            product = parameter @ parameter.T if ".lora_A." in name else parameter.T @ parameter
+            found.append(torch.linalg.norm(product - torch.eye(len(product), device=product.device)))
+    return torch.stack(found).mean()
 
+
+class RankAllocation(TrainerCallback):  # type: ignore[misc]
+    """Adds the penalty, calls the rank allocator of a trainer's model, and keeps its state in the checkpoints.
+
+    PEFT adds the penalty only to models that it was told the task of; without one its forward pass goes past it.
     PEFT notes which directions it has pruned in the adapter's configuration, where they make its checkpoints useless:
     pruned directions are left out of the file, although they may come back, and a resumed run cannot load it. So
     that note is kept here, and PEFT's configuration has it only while PEFT allocates.
@@ -38,9 +49,11 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         self.model: Any = trainer.model.base_model
         self.config: Any = trainer.model.peft_config[_ADAPTER]
         self.kept: dict[str, list[bool]] | None = None
+        self.penalty = orthogonality
 
     def install(self) -> None:
         """Follow the trainer."""
+        self.trainer.model.register_forward_hook(self._add_penalty)
         follow(self.trainer, "training_step", before=self._share_penalty)
         follow(self.trainer, "_save_optimizer_and_scheduler", after=self._save)
         follow(self.trainer, "_load_optimizer_and_scheduler", after=self._resume)
@@ -67,7 +80,12 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
             parts = trainer.current_gradient_accumulation_steps
             if trainer.args.average_tokens_across_devices:
                 parts *= trainer.accelerator.num_processes
-        self.config.orth_reg_weight = self.orthogonality / parts
+        self.penalty = self.orthogonality / parts
+
+    def _add_penalty(self, model: nn.Module, _: Any, outputs: Any) -> Any:
+        if model.training and self.penalty:
+            outputs["loss"] = outputs["loss"] + self.penalty * distance_from_orthogonality(model)
+        return outputs
 
     def _save(self, output_dir: str) -> None:
         if self.trainer.args.should_save:

@@ -28,7 +28,7 @@ class AdaLoRA(LoRA):
         warmup_share: of the steps, before anything is pruned (t_i).
         final_share: of the steps, after the last pruning (t_f).
         every: steps between prunings (Δ_T).
-        beta1: of the average of a weight's sensitivity \\|w·g\\|.
+        beta1: of the average of a weight's sensitivity, abs(w·g).
         beta2: of the average of that sensitivity's distance from its average.
         orthogonality: the weight of ‖AAᵀ − I‖ + ‖BᵀB − I‖ in the loss (γ), averaged over all A and B.
     """
@@ -108,7 +108,7 @@ class AdaLoRA(LoRA):
         settings = {name: value for name, value in self.config_settings(adapter).items() if name != "r"}
         return peft.AdaLoraConfig(
             **settings, **self.schedule(start.steps), target_r=target, init_r=initial, deltaT=self.every,
-            beta1=self.beta1, beta2=self.beta2, orth_reg_weight=self.orthogonality,
+            beta1=self.beta1, beta2=self.beta2, orth_reg_weight=0.0,  # added in `attach`
         )  # fmt: skip
 
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
@@ -131,7 +131,8 @@ class AdaLoRA(LoRA):
             # PEFT divides by r + 1e-5.
             tensors[f"{name}.lora_A.weight"] = e * a * (layer.r[_ADAPTER] / (layer.r[_ADAPTER] + 1e-5))
             tensors[f"{name}.lora_B.weight"] = b
-        config: Any = getattr(model, "peft_config")[_ADAPTER]  # noqa: B009 - PEFT's models are no nn.Module to mypy
+        wrapped: Any = model
+        config = wrapped.peft_config[_ADAPTER]
         write_lora(model, folder, tensors, r=config.init_r, lora_alpha=config.lora_alpha)
 
 
