@@ -6,9 +6,8 @@ stock one, so the adapter is saved relative to that: s·(B·A − B₀·A₀) is
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,29 +15,43 @@ from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
 from nalora.methods.lora import lora_layers
+from nalora.methods.saving import write_lora
 from nalora.processes import is_first_process
 
 # In the run's folder: a resumed run starts from these very numbers, not from another decomposition.
 START_FILE = "start.safetensors"
 _KEPT = "_nalora_start"
 _ADAPTER = "default"
+_MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Factors = dict[str, Tensor]
 
 
 def refuse_quantised_base(model: nn.Module, method: str) -> None:
-    """A base in 4 or 8 bits cannot take a small change.
+    """A base in 4 or 8 bits cannot take a small change, and one that another module also uses would change that too.
 
     Raises:
-        NALoRAError: a base that is quantised.
+        NALoRAError: a base that cannot be moved.
     """
+    from peft.tuners.lora.layer import Linear
+
+    users = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, layer in lora_layers(model):
-        if not layer.get_base_layer().weight.is_floating_point():
+        base = layer.get_base_layer()
+        weight = getattr(base, "weight", None)
+        if type(layer) is not Linear or weight is None or weight.dtype not in _MOVABLE:
             raise NALoRAError(
                 f"method {method!r}",
-                found=f"{name}, whose weights are quantised",
-                expected="a base in 16 or 32 bits: the start is taken off its weights",
-                fix="leave quantise out, or use a method that leaves the base as it is",
+                found=f"{name}, a {type(base).__name__}" + (f" in {weight.dtype}" if weight is not None else ""),
+                expected="linear layers in 16 or 32 bits, not quantised: the start is taken off their weights",
+                fix="leave quantise out, or that layer out of target_modules, or use a method that moves no base",
+            )
+        if users[id(weight)] > 1:
+            raise NALoRAError(
+                f"method {method!r}",
+                found=f"{name}, whose weight is tied to another module's",
+                expected="weights of their own: the start is taken off them",
+                fix="leave that layer out of target_modules",
             )
 
 
@@ -53,12 +66,12 @@ def factors(model: nn.Module) -> Factors:
 
 @torch.no_grad()
 def take_off_base(model: nn.Module) -> None:
-    """W₀ ← W₀ − s·B·A in float32, for the adapters as they are now."""
+    """W₀ ← W₀ − s·B·A for the adapters as they are now, in their float32."""
     for _, layer in lora_layers(model):
         weight = layer.get_base_layer().weight
-        a, b = (getattr(layer, factor)[_ADAPTER].weight.float() for factor in ("lora_A", "lora_B"))
+        a, b = (getattr(layer, factor)[_ADAPTER].weight for factor in ("lora_A", "lora_B"))
         product = (layer.scaling[_ADAPTER] * b) @ a
-        weight.copy_(weight.float() - (product.T if layer.fan_in_fan_out else product))
+        weight.copy_(weight.to(product.dtype) - (product.T if layer.fan_in_fan_out else product))
 
 
 def keep(model: nn.Module, folder: Path | None) -> None:
@@ -99,24 +112,12 @@ def restore(model: nn.Module, folder: Path | None) -> bool:
 
 def save_relative_to_stock(model: nn.Module, folder: Path) -> None:
     """Write s·(B·A − B₀·A₀) as an adapter of rank 2r: A′ = [A; A₀], B′ = [B, −B₀]."""
-    from peft.utils import get_peft_model_state_dict
-
-    wrapped: Any = model
     started: Factors = getattr(model, _KEPT)
-    tensors = {name: each.detach().cpu() for name, each in get_peft_model_state_dict(wrapped).items()}
+    now = factors(model)
+    tensors: Factors = {}
     for name, _ in lora_layers(model):
-        for factor, dim in (("lora_A", 0), ("lora_B", 1)):
-            at_start = started[f"{name}.{factor}"]
-            key = f"{name}.{factor}.weight"
-            tensors[key] = torch.cat([tensors[key], at_start if dim == 0 else -at_start], dim).contiguous()
-    config = wrapped.peft_config[_ADAPTER]
-    scaling = {layer.scaling[_ADAPTER] for _, layer in lora_layers(model)}
-    if len(scaling) != 1:
-        raise AssertionError("starts that move the base have one LoRA scaling")
-    doubled = dataclasses.replace(
-        config, r=2 * config.r, lora_alpha=2 * config.r * scaling.pop(), use_rslora=False, init_lora_weights=True,
-        inference_mode=True,
-    )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    doubled.save_pretrained(folder)
+        a, b = f"{name}.lora_A", f"{name}.lora_B"
+        tensors[f"{a}.weight"] = torch.cat([now[a], started[a]], 0)
+        tensors[f"{b}.weight"] = torch.cat([now[b], -started[b]], 1)
+    ((rank, scaling),) = {(layer.r[_ADAPTER], layer.scaling[_ADAPTER]) for _, layer in lora_layers(model)}
+    write_lora(model, folder, tensors, r=2 * rank, lora_alpha=2 * rank * scaling)

@@ -1,0 +1,78 @@
+"""LoRA+: B learns with a rate λ times that of A."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nalora.errors import NALoRAError
+from nalora.methods.lora import LoRA
+
+
+@dataclass(frozen=True)
+class LoRAPlus(LoRA):
+    """LoRA under two learning rates.
+
+    Args:
+        ratio: λ; the run's learning rate is that of A.
+    """
+
+    name = "lora+"
+    title = "LoRA+"
+    reference = "Hayou et al. 2024, arXiv 2402.12354"
+
+    ratio: float = 16.0
+
+    def __post_init__(self) -> None:
+        if not self.ratio > 0:
+            raise NALoRAError(
+                f"ratio: {self.ratio}", found="no positive number", expected="λ > 0", fix="16 is the paper's"
+            )
+
+    def optimizer(self, trainer: Any) -> Optimizer:
+        """The run's optimizer, with B at λ times the learning rate."""
+        return lora_plus_optimizer(trainer, self.ratio)
+
+
+def lora_plus_groups(model: nn.Module, lr: float, ratio: float, weight_decay: float) -> list[dict[str, Any]]:
+    """What learns, in two parameter groups: B at `ratio` times `lr`, and all else at `lr`.
+
+    DoRA's μ is among the rest. PEFT's own LoRA+ raises every vector's learning rate along with B's.
+    """
+    b: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (b if ".lora_B." in name else rest).append(parameter)
+    return [
+        {"params": rest, "lr": lr, "weight_decay": weight_decay},
+        {"params": b, "lr": ratio * lr, "weight_decay": weight_decay},
+    ]
+
+
+def lora_plus_optimizer(trainer: Any, ratio: float) -> Optimizer:
+    """The optimizer that a `transformers.Trainer`'s arguments name, over LoRA+'s groups.
+
+    Raises:
+        NALoRAError: an optimizer that makes its own parameter groups.
+    """
+    from transformers.trainer_optimizer import is_optimizer_factory
+
+    args = trainer.args
+    kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+    if is_optimizer_factory(kind) or settings.keys() & {"params", "model", "optimizer_dict"}:
+        raise NALoRAError(
+            f"optimizer: {getattr(args.optim, 'value', args.optim)}",
+            found="an optimizer that groups the parameters itself",
+            expected="one that takes a learning rate for A and another for B",
+            fix="use adamw_torch",
+        )
+    groups = lora_plus_groups(trainer.model, args.learning_rate, ratio, args.weight_decay)
+    made: Optimizer = kind(groups, **settings)
+    return made
+
+
+METHODS = (LoRAPlus,)
