@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +85,12 @@ def measure(method: methods.Method, settings: RunSettings, shape: str, length: i
             passes.append(total)
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = RunSettings(**{**vars(settings), "output": folder})
+        settings = dataclasses.replace(settings, output=folder)
         start = make_start(settings, dataset, collate, torch.device("cuda"), Path(folder), heard)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        model = method.prepare(model, Adapter(), start.__class__(**{**vars(start), "cache": None}))
+        model = method.prepare(model, Adapter(), dataclasses.replace(start, cache=None))
         torch.cuda.synchronize()
         started = time.perf_counter() - began
         start_gib = torch.cuda.max_memory_allocated() / 2**30
@@ -98,9 +100,8 @@ def measure(method: methods.Method, settings: RunSettings, shape: str, length: i
         method.attach(trainer)
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    quantiles = harness.quantiles(times.times[warmup:])
     return {
-        **quantiles, "samples": len(times.times) - warmup, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        **harness.quantiles(times.times[warmup:]), "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "start_s": started, "start_gib": start_gib, "passes": passes[-1] if passes else 0,
     }  # fmt: skip
 
@@ -119,30 +120,35 @@ def main() -> None:
         "random", "random", steps=args.steps, batch_size=args.batch, learning_rate=1e-5, dtype="bfloat16",
         device="cuda", optimizer="adamw_torch_fused", log_every=1000,
     )  # fmt: skip
+    setting = f"{args.shape} shapes, {args.batch}x{args.length}"
     for row_name, name, options in VARIANTS:
         if args.only and row_name not in args.only:
             continue
-        result = attempt(lambda n=name, o=options: measure(methods.get(n).build(**o), settings, args.shape, args.length, args.warmup))  # fmt: skip # noqa: E501
-        setting = f"{args.shape} shapes, {args.batch}x{args.length}"
-        if result is None:
-            print(f"{row_name:24s} out of memory", flush=True)
-            result = dict.fromkeys(("p20", "p50", "p80", "peak_gib", "start_s", "start_gib"), float("inf"))
-            result |= {"samples": 0, "passes": 0}
-        else:
-            print(f"{row_name:24s} {result['p50']:8.1f} ms  {result['peak_gib']:6.2f} GiB  start {result['start_s']:7.2f} s "
-                  f"{result['start_gib']:6.2f} GiB  {result['passes']} passes", flush=True)  # fmt: skip # noqa: E501
-        common = {"question": "methods", "setting": setting, "variant": row_name, "samples": result["samples"]}
-        quantiles = {q: result[q] for q in ("p20", "p50", "p80")}
-        start = dict.fromkeys(quantiles, round(result["start_s"], 3))
-        passes = dict.fromkeys(quantiles, result["passes"])
-        harness.append(
-            [
-                {**common, "unit": "ms", **quantiles, "peak_gib": round(result["peak_gib"], 3)},
-                {**common, "unit": "start s", **start, "peak_gib": round(result["start_gib"], 3), "samples": 1},
-                {**common, "unit": "start passes", **passes, "samples": 1},
-            ],
-            args.rows,
-        )
+        method = methods.get(name).build(**options)
+        result = attempt(partial(measure, method, settings, args.shape, args.length, args.warmup))
+        print(f"{row_name:24s} {described(result)}", flush=True)
+        harness.append(rows(result, {"question": "methods", "setting": setting, "variant": row_name}), args.rows)
+
+
+def described(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "out of memory"
+    step = f"{result['p50']:8.1f} ms  {result['peak_gib']:6.2f} GiB"
+    return f"{step}  start {result['start_s']:7.2f} s  {result['start_gib']:6.2f} GiB  {result['passes']} passes"
+
+
+def rows(result: dict[str, Any] | None, common: dict[str, Any]) -> list[dict[str, Any]]:
+    """The step, the start and its passes; a method that did not fit has no samples."""
+    if result is None:
+        return [{**common, "unit": "ms", "samples": 0}]
+    units = {"ms": [result[q] for q in ("p20", "p50", "p80")], "start s": [result["start_s"]] * 3,
+             "start passes": [result["passes"]] * 3}  # fmt: skip
+    peaks = {"ms": result["peak_gib"], "start s": result["start_gib"]}
+    return [
+        {**common, "unit": unit, "p20": round(low, 3), "p50": round(middle, 3), "p80": round(high, 3),
+         "samples": result["samples"] if unit == "ms" else 1, "peak_gib": round(peaks.get(unit, 0.0), 3)}
+        for unit, (low, middle, high) in units.items()
+    ]  # fmt: skip
 
 
 def attempt(measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:

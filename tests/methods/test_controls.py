@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -97,21 +98,16 @@ def test_every_control_trains_another_adapter_than_the_others(settings, tmp_path
         assert any(not torch.equal(adapters[one][name], adapters[other][name]) for name in adapters[one]), (one, other)
 
 
-def test_the_random_mask_follows_the_runs_seed(settings, tmp_path):
+def test_the_random_mask_follows_the_runs_seed(monkeypatch):
     """Two seeds draw other channels: what differs is not the adapter's start alone."""
-    seen = []
+    configured = []
+    monkeypatch.setattr(
+        "nalora.integrations.trainer.attach_trainer", lambda _, config, kernels: configured.append(config)
+    )
     for seed in (0, 1):
-        method = methods.get("na-lora-random")()
-
-        class Trainer:
-            args = type("Args", (), {"seed": seed})
-
-        configured = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nalora.integrations.trainer.attach_trainer", lambda t, c, kernels: configured.append(c))
-            method.attach(Trainer())
-        seen.append(configured[0].mask_seed)
-    assert seen[0] != seen[1]
+        trainer = SimpleNamespace(args=SimpleNamespace(seed=seed))
+        methods.get("na-lora-random")().attach(trainer)
+    assert configured[0].mask_seed != configured[1].mask_seed
 
 
 def test_scaled_lora_steps_by_its_multiples(settings, tmp_path):

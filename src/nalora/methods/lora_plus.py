@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
+from nalora.methods.optimizers import named_optimizer
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,8 @@ def lora_plus_optimizer(trainer: Any, ratio: float) -> Optimizer:
     Raises:
         NALoRAError: an optimizer that makes its own parameter groups.
     """
-    from transformers.trainer_optimizer import is_optimizer_factory
-
     args = trainer.args
-    kind, settings = trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    if is_optimizer_factory(kind) or settings.keys() & {"params", "model", "optimizer_dict"}:
-        raise NALoRAError(
-            f"optimizer: {getattr(args.optim, 'value', args.optim)}",
-            found="an optimizer that groups the parameters itself",
-            expected="one that takes a learning rate for A and another for B",
-            fix="use adamw_torch",
-        )
-    groups = lora_plus_groups(trainer.model, args.learning_rate, ratio, args.weight_decay)
-    made: Optimizer = kind(groups, **settings)
-    return made
+    return named_optimizer(trainer, lora_plus_groups(trainer.model, args.learning_rate, ratio, args.weight_decay))
 
 
 METHODS = (LoRAPlus,)
