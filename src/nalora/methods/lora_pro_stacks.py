@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nalora.errors import NALoRAError
 from nalora.methods.lora_pro_equations import Spectrum, adjusted_gradients, gram_of_columns, gram_of_rows, spectrum
 
 
@@ -52,6 +53,9 @@ def stacks(pairs: Iterable[Pair], elements: int | None = None) -> list[Stack]:
     Args:
         pairs: of all modules.
         elements: of the weights behind one stack, at most; a module with more gets a stack of its own.
+
+    Raises:
+        NALoRAError: an A or B that is not finite.
     """
     shapes: dict[Hashable, list[Pair]] = defaultdict(list)
     for pair in pairs:
@@ -69,7 +73,16 @@ def stacks(pairs: Iterable[Pair], elements: int | None = None) -> list[Stack]:
 def _of_one_rank(chunks: list[list[Pair]]) -> list[Stack]:
     factors = [(torch.stack([p.A for p in chunk]), torch.stack([p.B for p in chunk])) for chunk in chunks]
     grams = [gram_of_columns(B) for _, B in factors] + [gram_of_rows(A) for A, _ in factors]
-    spectra = _split(spectrum(torch.cat(grams)), [len(gram) for gram in grams])
+    try:
+        whole = spectrum(torch.cat(grams))
+    except torch.linalg.LinAlgError as error:
+        raise NALoRAError(
+            "method 'lora-pro'",
+            found="an A or B with numbers that are not finite",
+            expected="finite ones, whose Gram matrices have eigenvalues",
+            fix="lower the learning rate, or look for the step whose loss is not finite",
+        ) from error
+    spectra = _split(whole, [len(gram) for gram in grams])
     return [
         Stack(chunk, chunk[0].scaling, A, B, _gradients(chunk), of_b, of_a)
         for chunk, (A, B), of_b, of_a in zip(
