@@ -54,6 +54,9 @@ class LoRAPro(LoRA):
     def optimizer(self, trainer: Any) -> Optimizer:
         """The run's optimizer with its gradients replaced, or the one of full mode.
 
+        What replaces them has no state, so checkpoints are the stock optimizer's. It is a hook, and torch leaves hooks
+        out when it copies or pickles an optimizer: a copy of the trainer's model asks for an optimizer of its own.
+
         Raises:
             NALoRAError: a trainer that shards parameters or steps inside backward, or an optimizer that full mode
                 cannot stand for.
