@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from nalora.errors import NALoRAError
 from nalora.methods.lora_pro_equations import Spectrum, adjusted_gradients, gram_of_columns, gram_of_rows, spectrum
@@ -75,7 +76,7 @@ def _of_one_rank(chunks: list[list[Pair]]) -> list[Stack]:
     grams = [gram_of_columns(B) for _, B in factors] + [gram_of_rows(A) for A, _ in factors]
     try:
         whole = spectrum(torch.cat(grams))
-    except torch.linalg.LinAlgError as error:
+    except LinAlgError as error:
         raise NALoRAError(
             "method 'lora-pro'",
             found="an A or B with numbers that are not finite",
