@@ -94,6 +94,28 @@ def test_no_rank_is_above_a_layers_own():
     assert {rank for name, rank in ranks.items() if "q_proj" in name} == {13}
 
 
+def test_weights_that_lie_the_other_way_around_are_read_so():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.transformer.h[0].mlp.c_fc.weight.data *= 5
+    loss_of(model, rows(4)).backward()
+    convs = {n: m.weight for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+    importance = {name: (weight * weight.grad).abs().mean().item() for name, weight in convs.items()}
+    budget = RANK * sum(sum(weight.shape) for weight in convs.values())
+    expected = {}
+    for name, weight in convs.items():
+        asked = round(budget * importance[name] / sum(importance.values())) // sum(weight.shape)
+        expected[f"base_model.model.{name}"] = min(max(asked, 1), 12)
+    method = GoRA(gradient_batches=1, min_rank=1, max_rank=12)
+    before = loss_of(model, rows(4)).item()
+    model.zero_grad()
+    prepared = method.prepare(model, Adapter(RANK, ALPHA), start_on(rows(4)))
+    assert {name: layer.r["default"] for name, layer in layers_of(prepared).items()} == expected
+    assert len(set(expected.values())) > 2
+    assert loss_of(prepared.eval(), rows(4)).item() < before
+
+
 class Namesakes(nn.Module):
     """Names that end in one another, and one with a dot where another has a letter."""
 

@@ -28,8 +28,9 @@ _ITERATIONS = 24
 class LoRAGA(LoRA):
     """LoRA at the scaling α/√r whose adapters start from the gradient, taken off the base.
 
-    Its authors say: tune the learning rate as for full fine-tuning. The start is ‖s·B·A‖ = 1.3–1.6 × ‖W₀‖ at usual
-    widths, so a base in bfloat16 does not give it back exactly; float32 does.
+    Its authors say: tune the learning rate as for full fine-tuning. The start is no small one: ‖s·B·A‖ is 0.1–0.9 of
+    ‖W₀‖ over SmolLM2-135M's layers at r = 8, α = 16, and more where weights are small. A float32 base gives it back
+    (logits moved by 3e-6 there), a bfloat16 base only to its rounding.
 
     Args:
         gamma: γ; larger starts smaller.
