@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def meet(device: str) -> None:
+    """Let processes that were launched together (torchrun) talk from here on, each on its own GPU.
+
+    Before a model is loaded and a method starts: the Trainer would do it too late for both, and takes what it finds.
+    """
+    if count() > 1 and not _talking():
+        if device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
 
 
 def is_first_process() -> bool:
@@ -25,6 +37,8 @@ def count() -> int:
 
 def add_up(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place; the tensor itself where there is only one."""
+    if count() > 1 and not _talking():
+        raise RuntimeError("these processes have not met: call nalora.processes.meet first")
     if _talking() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
 
-from nalora import tasks
+from nalora import processes, tasks
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
@@ -41,6 +41,7 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         Interrupted: stopped by Ctrl-C, with a checkpoint.
     """
     settings = run.settings
+    processes.meet(settings.device or loading.best_device())
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
     checkpoint = folder.open(run.to_dict(), resume=resume)
