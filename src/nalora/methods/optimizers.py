@@ -15,10 +15,8 @@ def named_optimizer(trainer: Any, groups: list[dict[str, Any]]) -> Optimizer:
     Raises:
         NALoRAError: an optimizer that makes its own parameter groups.
     """
-    from transformers.trainer_optimizer import is_optimizer_factory
-
     kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if is_optimizer_factory(kind) or settings.keys() & {"params", "model", "optimizer_dict"}:
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or settings.keys() & {"params", "model", "optimizer_dict"}:
         raise NALoRAError(
             f"optimizer: {getattr(trainer.args.optim, 'value', trainer.args.optim)}",
             found="an optimizer that groups the parameters itself",
