@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import peft
 import pytest
@@ -258,3 +260,18 @@ def test_the_plan_is_one_readable_screen():
     assert "gate gate_proj, up up_proj, down down_proj" in text
     assert "mask on; step scaling on" in text
     assert len(text.splitlines()) < 10
+
+
+@pytest.mark.parametrize("apply_to", ["gradient", "update"])
+def test_a_model_that_nobody_holds_is_freed_with_its_controller(apply_to):
+    """Also when nobody called `detach`: a notebook that trains a second model must have room for it."""
+    model = tiny.llama(torch.float32)
+    optimizer = SGD(tiny.trainable(model), lr=0.1)
+    controller = nalora.attach(model, optimizer, NALoRAConfig(apply_to=apply_to))
+    tiny.sum_loss(model, tiny.tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gone = weakref.ref(model)
+    del model, optimizer, controller
+    gc.collect()
+    assert gone() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -121,7 +122,7 @@ class NALoRAController:
                 for _, b in lora_parameters(projection.module):
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
-                        hook = functools.partial(_gradient_arrived, observer)
+                        hook = functools.partial(_gradient_arrived, weakref.ref(observer))
                         self._undo.append(b.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     # ---- decide and apply ----------------------------------------------------------------------------------------
@@ -301,8 +302,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _gradient_arrived(observer: GateObserver, parameter: Tensor) -> None:
-    observer.gradient_arrived = True
+def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
+    """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
+    if (alive := observer()) is not None:
+        alive.gradient_arrived = True
 
 
 @functools.cache
