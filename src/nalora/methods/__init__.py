@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
+import json
 import pkgutil
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import ModuleType
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
 
-__all__ = ["Adapter", "Method", "Start", "get", "names"]
+__all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
 
 
 @functools.cache
@@ -45,6 +46,13 @@ def get(name: str) -> type[Method]:
             fix=f"did you mean {close[0]!r}?" if close else "see `nalora methods`",
         )
     return _known()[name]
+
+
+@functools.cache
+def costs() -> dict[str, dict[str, float]]:
+    """What methods cost as measured, in units of LoRA's step and memory; `benchmarks/methods_page.py` writes it."""
+    measured: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("costs.json").read_text("utf-8"))
+    return measured
 
 
 def _of_file(path: Path) -> type[Method]:

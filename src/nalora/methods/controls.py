@@ -19,6 +19,7 @@ class Off(NALoRA):
 
     name = "na-lora-off"
     title = "NA-LoRA, both controls off"
+    reference = "control"
 
     mask: bool = False
     scaling: bool = False
@@ -30,6 +31,7 @@ class RandomMask(NALoRA):
 
     name = "na-lora-random"
     title = "NA-LoRA, the mask's values on random channels"
+    reference = "control"
 
     mask_channels: Literal["learned", "shuffled", "frozen"] = "shuffled"
 
@@ -45,6 +47,7 @@ class FrozenMask(NALoRA):
 
     name = "na-lora-frozen"
     title = "NA-LoRA, mask decided once"
+    reference = "control"
 
     mask_channels: Literal["learned", "shuffled", "frozen"] = "frozen"
 
@@ -55,6 +58,7 @@ class MeanPreserving(NALoRA):
 
     name = "na-lora-mean"
     title = "NA-LoRA, the mask's mean preserved"
+    reference = "control"
 
     preserve_mean: bool = True
 
@@ -65,6 +69,7 @@ class Utility(NALoRA):
 
     name = "na-lora-utility"
     title = "NA-LoRA, mask by E|φ′(z)|·|u|"
+    reference = "control"
 
     importance: Literal["derivative", "utility"] = "utility"
 

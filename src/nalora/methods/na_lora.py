@@ -30,7 +30,7 @@ class NALoRA(Method):
 
     name = "na-lora"
     title = "NA-LoRA"
-    reference = "Nonlinearity-Aware LoRA: Structured Gate Adaptation under Low-Rank Constraints"
+    reference = "the paper, Nonlinearity-Aware LoRA"
     not_under_na_lora = "its steps are controlled already"
 
     on: str = "lora"

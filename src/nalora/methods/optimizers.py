@@ -16,7 +16,11 @@ def named_optimizer(trainer: Any, groups: list[dict[str, Any]]) -> Optimizer:
         NALoRAError: an optimizer that makes its own parameter groups.
     """
     kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or settings.keys() & {"params", "model", "optimizer_dict"}:
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or settings.keys() & {
+        "params",
+        "model",
+        "optimizer_dict",
+    }:
         raise NALoRAError(
             f"optimizer: {getattr(trainer.args.optim, 'value', trainer.args.optim)}",
             found="an optimizer that groups the parameters itself",
