@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,7 +58,7 @@ class NALoRA(Method):
         return own | _host_class(cls.name, str(given.get("on", "lora"))).options(given)
 
     @classmethod
-    def build(cls, **settings: Any) -> Self:
+    def build(cls, **settings: Any) -> Method:
         """With the method below built from its share of the settings."""
         fields = {each.name for each in dataclasses.fields(cls)}
         own = {name: value for name, value in settings.items() if name in fields}
