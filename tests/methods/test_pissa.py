@@ -161,7 +161,7 @@ def test_a_base_in_whole_numbers_is_refused():
     _, layer = next(lora_layers(model))
     layer.get_base_layer().weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
     with pytest.raises(nalora.NALoRAError, match="in torch.int8"):
-        moved_base.refuse_quantised_base(model, "pissa")
+        moved_base.refuse_immovable_base(model, "pissa")
 
 
 def test_a_tied_weight_is_refused():

@@ -86,6 +86,19 @@ def test_a_run_killed_and_resumed_is_the_whole_run(settings, tmp_path, options):
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.parametrize("options", [{"method": "pissa"}, {"method": "gora", "gradient_batches": 2}], ids=called)
+def test_a_new_run_in_an_old_folder_starts_anew(settings, tmp_path, options):
+    """Somebody deleted run.yaml to train with another seed: nothing of the old start is taken."""
+    for name, seed in (("old", 0), ("new", 1)):
+        train(check({**settings, **options, "seed": seed, "output": str(tmp_path / name)}))
+    folder = RunFolder(tmp_path / "old")
+    folder.settings.unlink()
+    folder.result.unlink()
+    train(check({**settings, **options, "seed": 1, "output": str(tmp_path / "old")}))
+    one, other = weights(tmp_path / "old"), weights(tmp_path / "new")
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 @pytest.mark.parametrize("options", [*ELEVEN, *CONTROLS], ids=called)
 def test_stock_libraries_load_what_comes_out_and_merge_it_to_the_same_outputs(settings, tmp_path, options):
     train(check({**settings, **options, "output": str(tmp_path / "run")}))

@@ -60,7 +60,7 @@ class LoRAGA(LoRA):
         Raises:
             NALoRAError: a quantised base, a rank above half a layer's own, or a layer without a gradient.
         """
-        moved_base.refuse_quantised_base(model, self.name)
+        moved_base.refuse_immovable_base(model, self.name)
         _refuse_rank_above_half(model, adapter.rank)
         if moved_base.restore(model, start.folder):
             return

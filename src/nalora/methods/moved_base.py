@@ -27,7 +27,7 @@ _MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Factors = dict[str, Tensor]
 
 
-def refuse_quantised_base(model: nn.Module, method: str) -> None:
+def refuse_immovable_base(model: nn.Module, method: str) -> None:
     """A base in 4 or 8 bits cannot take a small change, and one that another module also uses would change that too.
 
     Raises:

@@ -40,7 +40,7 @@ class PiSSA(LoRA):
         Raises:
             NALoRAError: a base that cannot be moved.
         """
-        moved_base.refuse_quantised_base(model, self.name)
+        moved_base.refuse_immovable_base(model, self.name)
         if moved_base.restore(model, start.folder):
             return
         layers = list(lora_layers(model))

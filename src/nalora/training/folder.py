@@ -77,6 +77,8 @@ class RunFolder:
                 str(self.path), found=state, expected="a folder of its own", fix="add --resume, or give another output="
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        for start in self.path.glob("*.safetensors"):
+            start.unlink()  # where a method started in a run that is no longer here
         write_json(self.path / "environment.json", environment())
         _write_whole(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         return None
