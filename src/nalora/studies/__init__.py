@@ -1,0 +1,1 @@
+"""Studies: many runs of one question, and what their results can and cannot say."""

@@ -1,0 +1,169 @@
+"""What results over seeds say of methods: differences paired by seed, with intervals, corrected for many comparisons.
+
+The verdict is Student's, on differences paired by seed: with the three to five seeds that anybody runs it keeps its
+stated rate. A percentile bootstrap over five seeds calls 12 % of equal methods different where it says 5 %; its
+interval is given beside, for those who expect it, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from nalora.evaluation.intervals import Interval
+
+ALPHA = 0.05
+POWER = 0.8
+_MOST_SEEDS = 10_000
+_DRAWS = 2_000
+
+Verdict = Literal["better", "worse", "not distinguishable", "one seed"]
+
+
+class Comparison(NamedTuple):
+    """A method beside the baseline, over the seeds that both have."""
+
+    method: str
+    baseline: str
+    seeds: int
+    difference: float
+    interval: Interval | None  # Student's, of this comparison alone
+    bootstrap: Interval | None
+    p: float | None
+    adjusted_p: float | None  # Holm's, over all comparisons made
+    verdict: Verdict
+    seeds_to_decide: int | None  # for a difference as large as this, None where it is decided or nobody can say
+
+
+def compare(
+    values: Mapping[str, Mapping[int, float]], baseline: str, *, higher_is_better: bool, alpha: float = ALPHA
+) -> list[Comparison]:
+    """Every other method against the baseline.
+
+    Args:
+        values: a result by method and seed; pairs of the same seed share data order and start.
+        baseline: the method the others are compared with.
+        higher_is_better: of an accuracy; not of a loss.
+        alpha: how often equal methods may be called different, over all comparisons together.
+    """
+    differences = {
+        method: [each[seed] - values[baseline][seed] for seed in sorted(each.keys() & values[baseline].keys())]
+        for method, each in values.items()
+        if method != baseline
+    }
+    tested = {method: _p_value(each) for method, each in differences.items() if len(each) > 1}
+    adjusted = holm(tested)
+    return [
+        _comparison(
+            method, baseline, each, tested.get(method), adjusted.get(method), len(tested), higher_is_better, alpha
+        )
+        for method, each in differences.items()
+    ]
+
+
+def _comparison(
+    method: str,
+    baseline: str,
+    differences: Sequence[float],
+    p: float | None,
+    adjusted: float | None,
+    comparisons: int,
+    higher_is_better: bool,
+    alpha: float,
+) -> Comparison:
+    mean = statistics.fmean(differences) if differences else math.nan
+    if p is None or adjusted is None:
+        return Comparison(method, baseline, len(differences), mean, None, None, None, None, "one seed", None)
+    verdict: Verdict = "not distinguishable"
+    if adjusted <= alpha:
+        verdict = "better" if (mean > 0) == higher_is_better else "worse"
+    enough = seeds_to_decide(differences, alpha / comparisons) if verdict == "not distinguishable" else None
+    student, drawn = student_interval(differences, alpha), bootstrap_interval(differences)
+    return Comparison(method, baseline, len(differences), mean, student, drawn, p, adjusted, verdict, enough)
+
+
+def student_interval(differences: Sequence[float], alpha: float = ALPHA) -> Interval:
+    """The interval of the mean of normal values."""
+    from scipy import stats
+
+    mean, n = statistics.fmean(differences), len(differences)
+    half = stats.t.ppf(1 - alpha / 2, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return Interval(mean - float(half), mean + float(half))
+
+
+def bootstrap_interval(differences: Sequence[float], seed: int = 0) -> Interval:
+    """The percentile interval of the mean over values drawn again with replacement."""
+    drawn = torch.randint(len(differences), (_DRAWS, len(differences)), generator=torch.Generator().manual_seed(seed))
+    means = torch.tensor(differences, dtype=torch.float64)[drawn].mean(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(low, high)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's adjustment: the chance of any false claim among all stays below alpha."""
+    adjusted: dict[str, float] = {}
+    largest = 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = largest
+    return adjusted
+
+
+def seeds_to_decide(differences: Sequence[float], alpha: float) -> int | None:
+    """With how many seeds a difference as large as this one's mean is found four times out of five.
+
+    None where there is no difference at all, or where 10,000 seeds would not suffice.
+    """
+    from scipy import stats
+
+    mean, deviation = abs(statistics.fmean(differences)), statistics.stdev(differences)
+    if mean == 0:
+        return None
+    effect = mean / deviation if deviation else math.inf
+
+    def power(n: int) -> float:
+        limit = stats.t.ppf(1 - alpha / 2, n - 1)
+        return float(stats.nct.sf(limit, n - 1, effect * math.sqrt(n)))
+
+    low, high = 2, 2
+    while power(high) < POWER:
+        low, high = high, 2 * high
+        if high > _MOST_SEEDS:
+            return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(middle) >= POWER else (middle + 1, high)
+    return high
+
+
+def sentence(comparison: Comparison, measure: str, unit: str = "") -> str:
+    """What may be said of one comparison, in plain words."""
+    each = comparison
+    size = f"{each.difference:+.4g}{unit} {measure}"
+    if each.interval is None:
+        return f"{each.method}: {size} beside {each.baseline} with one seed, from which nothing follows."
+    low, high = each.interval
+    numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {each.seeds} seeds"
+    if each.verdict in ("better", "worse"):
+        return f"{each.method} is {each.verdict} than {each.baseline}: {numbers}, adjusted p = {each.adjusted_p:.2g}."
+    more = (
+        f"about {each.seeds_to_decide} seeds would decide a difference of this size"
+        if each.seeds_to_decide
+        else "no practical number of seeds would decide it"
+    )
+    return f"{each.method} is not distinguishable from {each.baseline} at this size: {numbers}; {more}."
+
+
+def _p_value(differences: Sequence[float]) -> float:
+    from scipy import stats
+
+    deviation = statistics.stdev(differences)
+    mean = statistics.fmean(differences)
+    if deviation == 0:
+        return 1.0 if mean == 0 else 0.0
+    t = abs(mean) / (deviation / math.sqrt(len(differences)))
+    return float(2 * stats.t.sf(t, len(differences) - 1))
