@@ -28,7 +28,9 @@ def evaluate(
     folder: Path,
     *,
     style: str = "plain",
+    examples: Sequence[Example] | None = None,
     limit: int | None = None,
+    writing: bool = True,
     batch_tokens: int = 32_768,
     report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
@@ -39,28 +41,30 @@ def evaluate(
         task: what to ask.
         folder: for outputs.jsonl, scores.jsonl and summary.json; what is there already is kept.
         style: ``chat`` asks inside the tokenizer's chat template.
+        examples: what is asked, in place of the task's test examples.
         limit: only the first so many questions.
+        writing: whether answers are written and scored; else only the loss of the right ones is read.
         batch_tokens: see `Writer`.
         report: hears of progress.
 
     Raises:
         NALoRAError: something that scoring needs is not there.
     """
-    task.prepare_scoring()
-    examples = list(task.test_examples())[:limit]
-    outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
-    writing = _write(loaded, task, examples, outputs, style, batch_tokens, report)
-    _score(task, examples, outputs, scores, report)
-    summary = {
-        "task": task.name,
-        "examples": len(examples),
-        **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
-        "target_loss": _target_loss(loaded, examples, folder, style, report),
-        "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
-        "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
-        **writing,
-    }
-    write_json(folder / "summary.json", summary)
+    examples = list(task.test_examples() if examples is None else examples)[:limit]
+    summary: dict[str, Any] = {"task": task.name, "examples": len(examples), "measures": {}, "chance": {}}
+    if writing:
+        task.prepare_scoring()
+        outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
+        speed = _write(loaded, task, examples, outputs, style, batch_tokens, report)
+        _score(task, examples, outputs, scores, report)
+        summary |= {
+            **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
+            "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
+            "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
+            **speed,
+        }
+    summary["target_loss"] = _target_loss(loaded, examples, folder, style, report)
+    write_json(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
 
 

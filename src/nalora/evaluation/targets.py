@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -16,8 +16,9 @@ from nalora.errors import NALoRAError
 from nalora.evaluation.evaluate import Report, evaluate
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
-from nalora.tasks import Task
+from nalora.tasks import Example, Task
 from nalora.tasks.images import ImageTask
+from nalora.tasks.validation import hold_out
 from nalora.training.folder import RunFolder
 from nalora.training.run import kind_of
 from nalora.training.settings import Run, RunSettings, check
@@ -35,6 +36,8 @@ class Request:
         limit: only the first so many questions.
         batch_tokens: how much is written at a time.
         with_base: whether a run's base model is asked too.
+        split: ``validation`` asks what the run held out of its training set, in place of the test set.
+        writing: whether answers are written; else only the loss of the right ones is read.
     """
 
     task: str | None = None
@@ -44,6 +47,8 @@ class Request:
     limit: int | None = None
     batch_tokens: int = 32_768
     with_base: bool = True
+    split: Literal["test", "validation"] = "test"
+    writing: bool = True
 
 
 def evaluate_target(
@@ -91,11 +96,18 @@ def _evaluate_run(
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
+    examples = None
+    if request.split == "validation":
+        place = place.with_name(f"{name}-validation")
+        examples = hold_out(task.train_examples(), settings.validation_size)[1]
     base = _as_asked(loading.load(spec), task)
     if request.with_base:
-        yield "base", _evaluate(base, task, place / "base", request, style, report, options)
+        yield "base", _evaluate(base, task, place / "base", request, style, report, options, examples=examples)
     adapted = _adapted(base, spec, trained, task)
-    yield "adapted", _evaluate(adapted, task, place / "adapted", request, style, report, options, trained)
+    yield (
+        "adapted",
+        _evaluate(adapted, task, place / "adapted", request, style, report, options, trained, examples=examples),
+    )
 
 
 def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -131,6 +143,7 @@ def _evaluate(
     report: Report,
     options: dict[str, Any],
     trained: Path | None = None,
+    examples: Sequence[Example] | None = None,
 ) -> dict[str, Any]:
     """Ask, in a folder whose name says which weights and which prompts: others are never mixed in."""
     spec, who = loaded.spec, place.name
@@ -144,7 +157,9 @@ def _evaluate(
         task,
         place.with_name(f"{place.name}-{key}"),
         style=style,
+        examples=examples,
         limit=request.limit,
+        writing=request.writing,
         batch_tokens=request.batch_tokens,
         report=lambda what, done, total: report(f"{who}: {what}", done, total),
     )

@@ -21,6 +21,7 @@ from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
+from nalora.tasks.validation import hold_out
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, starting
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.folder import RunFolder
@@ -151,7 +152,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
         return Material(clip.classifier(loaded, task).model, RowDataset(pictures), collator, adapter)
     encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
     rows = encode(
-        task.train_examples(),
+        hold_out(task.train_examples(), settings.validation_size)[0],
         encoder,
         settings.max_length,
         too_long=settings.too_long,

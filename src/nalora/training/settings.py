@@ -47,6 +47,7 @@ class RunSettings:
         packing: several examples in one row, each attending to itself alone.
         prompt_style: prompts as the task writes them, or inside the tokenizer's chat template.
         train_limit: the first so many examples that fit.
+        validation_size: examples of the training set that are not learnt from, to choose settings by.
         dtype: of the base model's weights.
         device: where; the best there is by default.
         attention: transformers' attention implementation.
@@ -84,6 +85,7 @@ class RunSettings:
     packing: bool = False
     prompt_style: Literal["plain", "chat"] = "plain"
     train_limit: int | None = None
+    validation_size: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: str | None = None
     attention: str | None = None
@@ -123,7 +125,10 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
     *((name, lambda v: v >= 1, "1 or more") for name in ("rank", "batch_size", "max_length", "log_every")),
     *((name, lambda v: v is None or v >= 1, "1 or more") for name in ("steps", "micro_batch_size", "train_limit")),
-    *((name, lambda v: v >= 0, "0 or more") for name in ("weight_decay", "max_norm", "save_every", "seed")),
+    *(
+        (name, lambda v: v >= 0, "0 or more")
+        for name in ("weight_decay", "max_norm", "save_every", "seed", "validation_size")
+    ),
     ("dropout", lambda v: 0 <= v < 1, "a number in [0, 1)"),
     ("warmup", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
 )

@@ -1,0 +1,178 @@
+"""Where a study's jobs run: in processes of this machine, or on a Ray cluster; one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Protocol
+
+from nalora.errors import NALoRAError
+from nalora.studies.job import Job, log_of, work
+
+
+class Ended(NamedTuple):
+    """A job that came to its end; `error` says how it failed."""
+
+    key: str
+    error: str | None
+
+
+class Engine(Protocol):
+    """Takes jobs and says which have ended."""
+
+    def has_room(self) -> bool:
+        """Whether one more job would start at once."""
+        ...
+
+    def submit(self, job: Job) -> None:
+        """Start a job."""
+        ...
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """The jobs that have ended, waiting so long for the first."""
+        ...
+
+    def close(self) -> None:
+        """Stop everything that still runs."""
+        ...
+
+
+class _Worker:
+    """A process that does one job after another; torch is imported once for all of them."""
+
+    def __init__(self, gpu: str | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        # A session of its own: Ctrl-C is the study's to answer, which stops its workers.
+        self.process = context.Process(target=_serve, args=(theirs, gpu, os.getpid()), daemon=False)
+        self.process.start()
+        theirs.close()
+        self.job: Job | None = None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class LocalEngine:
+    """Processes of this machine; several share a GPU where `per_gpu` says so.
+
+    Args:
+        workers: how many at once; on a machine with GPUs one for each place by default, else one.
+        per_gpu: how many runs fit on one GPU beside each other.
+    """
+
+    def __init__(self, workers: int | None = None, per_gpu: int = 1) -> None:
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = workers or max(1, gpus * per_gpu)
+        self._gpus = [str(i % gpus) if gpus else None for i in range(count)]
+        self._workers: list[_Worker | None] = [None] * count
+
+    def has_room(self) -> bool:
+        """Whether a place is free."""
+        return any(worker is None or worker.job is None for worker in self._workers)
+
+    def submit(self, job: Job) -> None:
+        """Hand the job to a free worker, which is started if it is not there."""
+        for place, worker in enumerate(self._workers):
+            if worker is None or worker.job is None:
+                if worker is None or not worker.process.is_alive():
+                    worker = self._workers[place] = _Worker(self._gpus[place])
+                worker.job = job
+                worker.pipe.send(job)
+                return
+        raise RuntimeError("no room")
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Answers of workers, and workers that died without one."""
+        busy = {worker.pipe: place for place, worker in enumerate(self._workers) if worker and worker.job}
+        ended = []
+        for pipe in wait(list(busy), timeout=seconds):
+            place = busy[pipe]  # type: ignore[index]
+            worker = self._workers[place]
+            assert worker is not None
+            assert worker.job is not None
+            try:
+                error = worker.pipe.recv()
+                ended.append(Ended(worker.job.key, error))
+                worker.job = None
+            except (EOFError, OSError):
+                worker.process.join(5)
+                ended.append(Ended(worker.job.key, f"its process died (exit code {worker.process.exitcode})"))
+                worker.stop()
+                self._workers[place] = None
+        return ended
+
+    def close(self) -> None:
+        """Kill every worker; what they were doing can be resumed."""
+        for worker in self._workers:
+            if worker is not None:
+                worker.stop()
+
+
+def _serve(pipe: Connection, gpu: str | None, parent: int) -> None:
+    """A worker's life: jobs in, None or an error's text out, until nobody asks any more."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    with contextlib.suppress(EOFError, OSError):
+        while os.getppid() == parent or os.name == "nt":
+            if pipe.poll(1.0):
+                pipe.send(attempt(pipe.recv()))
+
+
+def attempt(job: Job) -> str | None:
+    """Do a job, its output kept in its log; None, or what went wrong in one line."""
+    with _into(log_of(job)):
+        try:
+            work(job)
+        except NALoRAError as error:
+            print(error, file=sys.stderr)
+            return str(error)
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finally:
+            _let_go()
+    return None
+
+
+@contextlib.contextmanager
+def _into(path: Any) -> Iterator[None]:
+    """Everything that this process prints, by whatever library, goes into a file for the moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        with path.open("ab") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+
+
+def _let_go() -> None:
+    """Memory of one run is not the next one's burden."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,64 @@
+"""One run of a study, from its settings to its results; whatever was finished of it is not done again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is asked to do; plain values, so that it can be sent to any machine.
+
+    Args:
+        key: the run's name in the store.
+        settings: of the run.
+        parts: what is asked of it after training: validation, test, answers.
+        store: the store's folder, which every worker can reach.
+        label: for people.
+        ask_limit: only the first so many test questions.
+    """
+
+    key: str
+    settings: dict[str, Any]
+    parts: tuple[str, ...]
+    store: str
+    label: str
+    ask_limit: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def work(job: Job, device: str | None = None) -> None:
+    """Train what is not trained, ask what was not asked.
+
+    Raises:
+        NALoRAError: the run cannot be.
+    """
+    from nalora.evaluation.targets import Request, evaluate_target
+    from nalora.training.run import train
+    from nalora.training.settings import check
+
+    folder = Store(job.store).folder(job.key)
+    run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
+    if not folder.result.is_file():
+        train(run, resume=folder.settings.is_file())
+    known = Store(job.store).result(job.key)
+    requests = {
+        VALIDATION: Request(with_base=False, split="validation", writing=False),
+        TEST: Request(with_base=False, writing=False),
+        ANSWERS: Request(with_base=False, limit=job.ask_limit),
+    }
+    for part in job.parts:
+        if known is None or not known.has(part):
+            evaluate_target(str(folder.path), requests[part], device=device)
+
+
+def log_of(job: Job) -> Path:
+    """Where everything that the job prints goes."""
+    return Path(job.store) / f"{job.key}.log"

@@ -1,0 +1,109 @@
+"""What of a study is to be done next, from what is known: screening first, then the chosen runs; a pure function."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nalora.studies.job import Job
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
+from nalora.studies.study import Arm, Study
+
+
+class Cell(NamedTuple):
+    """One arm under one combination of settings."""
+
+    settings: tuple[tuple[str, Any], ...]
+    arm: Arm
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return ", ".join([self.arm.name, *(f"{name} {value}" for name, value in self.settings)])
+
+
+class Schedule:
+    """A study's runs, their keys worked out once."""
+
+    def __init__(self, study: Study, store: str) -> None:
+        self.study, self.store = study, store
+        self.cells = [Cell(tuple(cell.items()), arm) for cell in study.cells() for arm in study.arms]
+        self._keys: dict[tuple[Cell, float, int], Job] = {}
+
+    def job(self, cell: Cell, rate: float, seed: int, *parts: str) -> Job:
+        """The run of this cell at this learning rate with this seed, and what is asked of it."""
+        known = self._keys.get((cell, rate, seed))
+        if known is None:
+            run = self.study.run(dict(cell.settings), cell.arm, rate, seed)
+            settings = {name: value for name, value in run.to_dict().items() if name != "output"}
+            label = f"{cell.name}, lr {rate:g}, seed {seed}"
+            known = Job(key(run), settings, (), self.store, label, self.study.ask_limit)
+            self._keys[cell, rate, seed] = known
+        return known if not parts else Job(**{**vars(known), "parts": parts})
+
+    def screening(self, cell: Cell) -> list[Job]:
+        """The runs that a learning rate is chosen by; none where there is nothing to choose."""
+        rates = cell.arm.learning_rates
+        if len(rates) == 1:
+            return []
+        parts = (VALIDATION, TEST, ANSWERS) if self.study.ask == "all" else (VALIDATION,)
+        return [self.job(cell, rate, seed, *parts) for rate in rates for seed in self.study.screening_seeds]
+
+    def chosen_rate(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> float | None:
+        """The learning rate with the lowest mean validation loss; None while runs are missing, or all have failed.
+
+        A run that failed or diverged counts as infinitely bad.
+        """
+        rates = cell.arm.learning_rates
+        if len(rates) == 1:
+            return rates[0]
+        means: dict[float, float] = {}
+        for rate in rates:
+            losses = []
+            for seed in self.study.screening_seeds:
+                name = self.job(cell, rate, seed).key
+                if name in failed:
+                    losses.append(math.inf)
+                elif name in results and results[name].has(VALIDATION):
+                    losses.append(results[name].losses[VALIDATION])
+                else:
+                    return None
+            means[rate] = statistics.fmean(losses)
+        best = min(means, key=lambda rate: means[rate])
+        return best if math.isfinite(means[best]) else None
+
+    def final(self, cell: Cell, rate: float) -> list[Job]:
+        """The runs that are compared: the chosen learning rate with every seed."""
+        parts = (VALIDATION, TEST) if self.study.ask == "none" else (VALIDATION, TEST, ANSWERS)
+        return [self.job(cell, rate, seed, *parts) for seed in cell.arm.seeds]
+
+    def open_jobs(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Job]:
+        """Everything that can be done now and is not done, each run once."""
+        jobs: dict[str, Job] = {}
+        for cell in self.cells:
+            wanted = self.screening(cell)
+            rate = self.chosen_rate(cell, results, failed)
+            if rate is not None:
+                wanted = [*wanted, *self.final(cell, rate)]
+            for job in wanted:
+                known = results.get(job.key)
+                if job.key not in failed and not (known and all(known.has(part) for part in job.parts)):
+                    asked = jobs[job.key].parts if job.key in jobs else ()
+                    jobs[job.key] = Job(**{**vars(job), "parts": tuple(dict.fromkeys((*asked, *job.parts)))})
+        return list(jobs.values())
+
+    def total(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> int:
+        """How many runs the study has in all, those included whose learning rate is not chosen yet."""
+        known: set[str] = set()
+        unknown = 0
+        for cell in self.cells:
+            known |= {job.key for job in self.screening(cell)}
+            rate = self.chosen_rate(cell, results, failed)
+            if rate is not None:
+                known |= {job.key for job in self.final(cell, rate)}
+            else:
+                # One of them is a screening run, at whatever rate that will be.
+                unknown += len(set(cell.arm.seeds) - set(self.study.screening_seeds))
+        return len(known) + unknown

@@ -1,0 +1,84 @@
+"""Runs addressed by their content: a changed setting is a new run, an unchanged one is never repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nalora.training.folder import RunFolder
+from nalora.training.settings import Run
+
+# Settings that change nothing of what comes out: where it is kept, what is told on the way.
+_INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "device")
+VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
+
+
+def key(run: Run) -> str:
+    """The run's name: a digest of everything that it comes out of."""
+    content = {name: value for name, value in run.to_dict().items() if name not in _INDIFFERENT}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class Result(NamedTuple):
+    """What is known of a run: the parts of it that were asked, by name."""
+
+    train_loss: float | None
+    losses: dict[str, float]
+    measures: dict[str, float]
+    seconds: float
+    examples: int = 0
+
+    def has(self, part: str) -> bool:
+        """Whether this part was asked already."""
+        return bool(self.measures) if part == ANSWERS else part in self.losses
+
+
+class Store:
+    """A folder of runs, each under its key."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def folder(self, name: str) -> RunFolder:
+        """Where the run of that key is kept."""
+        return RunFolder(self.root / name)
+
+    def result(self, name: str) -> Result | None:
+        """What is known of a finished run, None of any other."""
+        folder = self.folder(name)
+        found = _read(folder.result)
+        if found is None:
+            return None
+        losses: dict[str, float] = {}
+        measures: dict[str, float] = {}
+        for part, file in (
+            (VALIDATION, "*-validation/adapted-*/losses.json"),
+            (TEST, "*/adapted-*/losses.json"),
+            (TEST, "*/adapted-*/summary.json"),
+        ):
+            for path in sorted(folder.evaluations.glob(file)):
+                summary = _read(path)
+                held_out = path.parent.parent.name.endswith("-validation")
+                if summary is None or held_out != (part == VALIDATION):
+                    continue
+                if loss := summary.get("target_loss"):
+                    losses[part] = _number(loss["value"])
+                if path.name == "summary.json":
+                    measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
+        return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return found
+
+
+def _number(value: Any) -> float:
+    """A loss that is no number was that of a run that diverged."""
+    return float(value) if value is not None and math.isfinite(value) else math.inf

@@ -1,0 +1,175 @@
+"""A study's file: what is compared, over which settings, how learning rates are chosen, with which seeds.
+
+::
+
+    name: laptop
+    settings:                      # of every run
+      model: smollm2-135m
+      task: gym/chain_sum
+    arms:                          # what is compared; the first is the baseline
+      lora: {method: lora}
+      na-lora: {method: na-lora, apply_to: update}
+    over:                          # further settings: every combination is a table of its own
+      rank: [8, 32]
+    learning_rates: [3.0e-4, 1.0e-3, 3.0e-3]       # of every arm; an arm may give its own
+    validation_size: 200           # held out of the training set, to choose the learning rate by
+    screening_seeds: [0]
+    seeds: [0, 1, 2]               # of the runs that are compared
+    ask: chosen                    # whose test answers are written: chosen runs, none, or all
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nalora.errors import NALoRAError
+from nalora.training.settings import Run, check
+
+# Settings that a study gives to each run itself.
+_ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the things compared.
+
+    Args:
+        name: in tables.
+        settings: beside those of every run.
+        learning_rates: that are tried.
+        seeds: of the runs that are compared.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A checked study."""
+
+    name: str
+    settings: Mapping[str, Any]
+    arms: tuple[Arm, ...]
+    over: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    validation_size: int = 200
+    screening_seeds: tuple[int, ...] = (0,)
+    ask: Literal["chosen", "none", "all"] = "chosen"
+    ask_limit: int | None = None
+
+    @property
+    def baseline(self) -> str:
+        """The arm the others are compared with."""
+        return self.arms[0].name
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Every combination of the settings in `over`; one empty one where there are none."""
+        return [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
+
+    def run(self, cell: Mapping[str, Any], arm: Arm, learning_rate: float, seed: int) -> Run:
+        """One run of the study, wherever it may be kept."""
+        own = {"learning_rate": learning_rate, "seed": seed, "validation_size": self.validation_size}
+        return check({**self.settings, **cell, **arm.settings, **own}, where=f"study {self.name!r}, arm {arm.name!r}")
+
+
+def read(file: str | Path) -> Study:
+    """The study that a YAML file describes.
+
+    Raises:
+        NALoRAError: no such file, or a study that cannot run, with every problem that was found.
+    """
+    import yaml
+
+    path = Path(file)
+    if not path.is_file():
+        raise NALoRAError(str(path), found="no such file", expected="a study's YAML file", fix="see studies/")
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise NALoRAError(str(path), found=" ".join(str(error).split()), expected="YAML", fix="mend it") from error
+    if not isinstance(given, dict):
+        raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see studies/")
+    return understand({"name": path.stem, **given}, where=str(path))
+
+
+def understand(given: Mapping[str, Any], where: str = "study") -> Study:
+    """Check a study as a whole: each of its runs must be one that can start.
+
+    Raises:
+        NALoRAError: every problem at once.
+    """
+    problems = _problems_of_shape(given)
+    if not problems:
+        rates = tuple(float(rate) for rate in given.get("learning_rates", ()))
+        seeds = tuple(given.get("seeds", (0,)))
+        study = Study(
+            name=str(given.get("name", "study")),
+            settings=dict(given["settings"]),
+            arms=tuple(_arm(name, dict(each or {}), rates, seeds) for name, each in given["arms"].items()),
+            over={name: tuple(values) for name, values in (given.get("over") or {}).items()},
+            validation_size=given.get("validation_size", 200),
+            screening_seeds=tuple(given.get("screening_seeds", (0,))),
+            ask=given.get("ask", "chosen"),
+            ask_limit=given.get("ask_limit"),
+        )
+        problems = _problems_of_runs(study)
+    if problems:
+        raise NALoRAError(
+            where,
+            found=f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: " + "; ".join(problems),
+            expected="a study whose every run can start",
+            fix="correct them; nothing was started",
+        )
+    return study
+
+
+def _arm(name: str, given: dict[str, Any], rates: tuple[float, ...], seeds: tuple[int, ...]) -> Arm:
+    own_rates, own_seeds = given.pop("learning_rates", None), given.pop("seeds", None)
+    return Arm(
+        str(name),
+        given,
+        tuple(float(rate) for rate in own_rates) if own_rates else rates,
+        tuple(own_seeds) if own_seeds else seeds,
+    )
+
+
+def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
+    known = {each.name for each in dataclasses.fields(Study)} | {"learning_rates", "seeds"}
+    problems = [f"{key}: no such part of a study" for key in given if key not in known]
+    for part in ("settings", "arms"):
+        if not isinstance(given.get(part), dict) or not given[part]:
+            problems.append(f"{part}: missing or empty")
+    for name, values in (given.get("over") or {}).items():
+        if not isinstance(values, list) or not values:
+            problems.append(f"over.{name}: an empty grid")
+    for part in ("learning_rates", "seeds", "screening_seeds"):
+        if part in given and (not isinstance(given[part], list) or not given[part]):
+            problems.append(f"{part}: an empty list")
+    if given.get("ask", "chosen") not in ("chosen", "none", "all"):
+        problems.append(f"ask: {given['ask']!r}, expected chosen, none or all")
+    for part in ("settings", "arms"):
+        each_settings = [given.get("settings") or {}] if part == "settings" else (given.get("arms") or {}).values()
+        for settings in each_settings:
+            taken = [name for name in _ITS_OWN if isinstance(settings, dict) and name in settings]
+            problems += [f"{part}: {name} is the study's to give" for name in taken]
+    return problems
+
+
+def _problems_of_runs(study: Study) -> list[str]:
+    problems = [f"arm {arm.name}: no learning rates" for arm in study.arms if not arm.learning_rates]
+    if len({arm.name for arm in study.arms}) < len(study.arms):
+        problems.append("arms: two of one name")
+    for arm, cell in itertools.product(study.arms, study.cells()):
+        for rate in arm.learning_rates[:1]:
+            try:
+                study.run(cell, arm, rate, arm.seeds[0])
+            except NALoRAError as error:
+                problems.append(str(error))
+    return list(dict.fromkeys(problems))

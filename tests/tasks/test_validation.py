@@ -1,0 +1,37 @@
+"""What is held out is never learnt from, and is the same whatever else changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nalora
+from nalora.tasks import Example
+from nalora.tasks.validation import hold_out
+
+
+@given(st.lists(st.text(min_size=1), unique=True, min_size=2, max_size=40), st.data())
+def test_the_two_parts_are_the_whole(ids, data):
+    size = data.draw(st.integers(0, len(ids) - 1))
+    examples = [Example(each, "?") for each in ids]
+    learnt, held = hold_out(examples, size)
+    assert len(held) == size
+    assert sorted([*learnt, *held], key=lambda each: each.id) == sorted(examples, key=lambda each: each.id)
+    assert learnt == [each for each in examples if each in learnt]
+
+
+def test_order_does_not_matter_and_growth_hardly():
+    examples = [Example(f"example-{i}", "?") for i in range(1000)]
+    shuffled = random.Random(0).sample(examples, 1000)
+    held = {each.id for each in hold_out(examples, 100)[1]}
+    assert held == {each.id for each in hold_out(shuffled, 100)[1]}
+    more = [*examples, *(Example(f"new-{i}", "?") for i in range(50))]
+    assert len(held & {each.id for each in hold_out(more, 100)[1]}) >= 85
+
+
+def test_everything_cannot_be_held_out():
+    with pytest.raises(nalora.NALoRAError, match="fewer held out"):
+        hold_out([Example("one", "?")], 1)
