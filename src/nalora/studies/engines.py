@@ -99,14 +99,13 @@ class LocalEngine:
             place = busy[pipe]  # type: ignore[index]
             worker = self._workers[place]
             assert worker is not None
-            assert worker.job is not None
+            job, worker.job = worker.job, None
+            assert job is not None
             try:
-                error = worker.pipe.recv()
-                ended.append(Ended(worker.job.key, error))
-                worker.job = None
+                ended.append(Ended(job.key, worker.pipe.recv()))
             except (EOFError, OSError):
                 worker.process.join(5)
-                ended.append(Ended(worker.job.key, f"its process died (exit code {worker.process.exitcode})"))
+                ended.append(Ended(job.key, f"its process died (exit code {worker.process.exitcode})"))
                 worker.stop()
                 self._workers[place] = None
         return ended

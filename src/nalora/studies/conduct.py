@@ -1,0 +1,146 @@
+"""Conduct a study: keep the engine busy with what can be done, until nothing is left; stopped anywhere, it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nalora.errors import NALoRAError
+from nalora.studies.engines import Engine
+from nalora.studies.job import Job, log_of
+from nalora.studies.schedule import Schedule
+from nalora.studies.store import Result, Store
+from nalora.studies.study import Study
+
+# A run is a checkpoint, an adapter and its outputs; below this much room none is started.
+_ROOM = 2**30
+_LOOK_AGAIN = 2.0
+
+
+@dataclass
+class Progress:
+    """What a live table shows: results and failures by key, and what runs now."""
+
+    schedule: Schedule
+    results: dict[str, Result]
+    failed: dict[str, str] = field(default_factory=dict)
+    running: dict[str, Job] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    done_before: int = 0
+    total: int = 0
+
+    @property
+    def done(self) -> int:
+        """Runs of the study that are finished."""
+        return len(self.results)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the pace of this sitting, None before its first run has ended."""
+        finished = self.done - self.done_before
+        elapsed = time.monotonic() - self.began
+        return elapsed / finished * (self.total - self.done - len(self.failed)) if finished > 0 else None
+
+
+def conduct(
+    study: Study,
+    store: Path,
+    engine: Engine,
+    *,
+    retry_failed: bool = False,
+    changed: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Do everything that is not done; failed runs are listed and do not stop the rest.
+
+    Args:
+        study: what is compared.
+        store: the folder of all runs, which every worker can reach.
+        engine: where the runs are computed; it is closed at the end.
+        retry_failed: whether runs that failed in an earlier sitting are tried again.
+        changed: hears whenever something has started or ended.
+
+    Raises:
+        NALoRAError: the store's disk is full: what runs is let finish, nothing is lost.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    failures = _Failures(store / f"{study.name}.failures.jsonl")
+    schedule, runs = Schedule(study, str(store)), Store(store)
+    progress = Progress(schedule, {}, {} if retry_failed else failures.read())
+    _find_known(progress, runs)
+    progress.done_before = progress.done
+    full = False
+    try:
+        while True:
+            full = full or shutil.disk_usage(store).free < _ROOM
+            waiting = [
+                j for j in schedule.open_jobs(progress.results, progress.failed) if j.key not in progress.running
+            ]
+            progress.total = schedule.total(progress.results, progress.failed)
+            while waiting and engine.has_room() and not full:
+                job = waiting.pop(0)
+                engine.submit(job)
+                progress.running[job.key] = job
+            changed(progress)
+            if not progress.running:
+                break
+            for ended in engine.wait(_LOOK_AGAIN):
+                job = progress.running.pop(ended.key)
+                result = runs.result(ended.key)
+                if ended.error is None and result is not None and all(result.has(part) for part in job.parts):
+                    progress.results[ended.key] = result
+                else:
+                    progress.failed[ended.key] = ended.error or "it ended without a result"
+                    failures.add(job, progress.failed[ended.key])
+    finally:
+        engine.close()
+    if full and schedule.open_jobs(progress.results, progress.failed):
+        raise NALoRAError(
+            str(store),
+            found="less than 1 GiB of room on its disk",
+            expected="room for the runs that are left",
+            fix="make room and start the study again; finished runs are kept",
+        )
+    return progress
+
+
+def _find_known(progress: Progress, runs: Store) -> None:
+    """Results that are there already; finding some may show that others belong to the study."""
+    while True:
+        before = progress.done
+        for job in progress.schedule.open_jobs(progress.results, {}):
+            result = runs.result(job.key)
+            if result is not None and all(result.has(part) for part in job.parts):
+                progress.results[job.key] = result
+                progress.failed.pop(job.key, None)
+        if progress.done == before:
+            return
+
+
+class _Failures:
+    """Which runs failed and how, kept so that a study that is started again does not try them for ever."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, str]:
+        if not self.path.is_file():
+            return {}
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return {row["key"]: row["error"] for row in rows}
+
+    def add(self, job: Job, error: str) -> None:
+        row = {"key": job.key, "label": job.label, "error": error, "log": str(log_of(job))}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
