@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from nalora.errors import NALoRAError
 from nalora.studies.job import Job, log_of, work
+
+Do = Callable[[Job], None]
 
 
 class Ended(NamedTuple):
@@ -45,11 +47,11 @@ class Engine(Protocol):
 class _Worker:
     """A process that does one job after another; torch is imported once for all of them."""
 
-    def __init__(self, gpu: str | None) -> None:
+    def __init__(self, gpu: str | None, do: Do) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         # A session of its own: Ctrl-C is the study's to answer, which stops its workers.
-        self.process = context.Process(target=_serve, args=(theirs, gpu, os.getpid()), daemon=False)
+        self.process = context.Process(target=_serve, args=(theirs, gpu, os.getpid(), do), daemon=False)
         self.process.start()
         theirs.close()
         self.job: Job | None = None
@@ -66,10 +68,13 @@ class LocalEngine:
     Args:
         workers: how many at once; on a machine with GPUs one for each place by default, else one.
         per_gpu: how many runs fit on one GPU beside each other.
+        do: what a job is done by.
     """
 
-    def __init__(self, workers: int | None = None, per_gpu: int = 1) -> None:
+    def __init__(self, workers: int | None = None, per_gpu: int = 1, do: Do = work) -> None:
         import torch
+
+        self._do = do
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         count = workers or max(1, gpus * per_gpu)
@@ -85,7 +90,7 @@ class LocalEngine:
         for place, worker in enumerate(self._workers):
             if worker is None or worker.job is None:
                 if worker is None or not worker.process.is_alive():
-                    worker = self._workers[place] = _Worker(self._gpus[place])
+                    worker = self._workers[place] = _Worker(self._gpus[place], self._do)
                 worker.job = job
                 worker.pipe.send(job)
                 return
@@ -117,7 +122,7 @@ class LocalEngine:
                 worker.stop()
 
 
-def _serve(pipe: Connection, gpu: str | None, parent: int) -> None:
+def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
     """A worker's life: jobs in, None or an error's text out, until nobody asks any more."""
     import signal
 
@@ -127,14 +132,14 @@ def _serve(pipe: Connection, gpu: str | None, parent: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         while os.getppid() == parent or os.name == "nt":
             if pipe.poll(1.0):
-                pipe.send(attempt(pipe.recv()))
+                pipe.send(attempt(pipe.recv(), do))
 
 
-def attempt(job: Job) -> str | None:
+def attempt(job: Job, do: Do = work) -> str | None:
     """Do a job, its output kept in its log; None, or what went wrong in one line."""
     with _into(log_of(job)):
         try:
-            work(job)
+            do(job)
         except NALoRAError as error:
             print(error, file=sys.stderr)
             return str(error)

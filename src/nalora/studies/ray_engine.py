@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from nalora.errors import NALoRAError
-from nalora.studies.engines import Ended, attempt
-from nalora.studies.job import Job
+from nalora.studies.engines import Do, Ended, attempt
+from nalora.studies.job import Job, work
 
 
 class RayEngine:
@@ -20,12 +20,15 @@ class RayEngine:
         cpus: that one run takes.
         gpus: that one run takes; a fraction packs several on one.
         retries: how often a job is started again after its worker was lost.
+        do: what a job is done by.
 
     Raises:
         NALoRAError: Ray is not installed, or there is no such cluster.
     """
 
-    def __init__(self, address: str | None = None, *, cpus: float = 1.0, gpus: float = 0.0, retries: int = 3) -> None:
+    def __init__(
+        self, address: str | None = None, *, cpus: float = 1.0, gpus: float = 0.0, retries: int = 3, do: Do = work
+    ) -> None:
         try:
             import ray
         except ImportError as error:
@@ -45,7 +48,7 @@ class RayEngine:
                     fix="start one with `ray start --head`, or leave --address out",
                 ) from error
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": retries, "scheduling_strategy": "SPREAD"}
-        self._do = ray.remote(attempt).options(**options)
+        self._do, self._remote = do, ray.remote(attempt).options(**options)
         resources = ray.cluster_resources()
         places = [resources.get(kind, 0) / each for kind, each in (("CPU", cpus), ("GPU", gpus)) if each > 0]
         self._room = max(1, int(min(places, default=1)))
@@ -57,7 +60,7 @@ class RayEngine:
 
     def submit(self, job: Job) -> None:
         """Hand the job to the cluster."""
-        self._jobs[self._do.remote(job)] = job
+        self._jobs[self._remote.remote(job, self._do)] = job
 
     def wait(self, seconds: float) -> list[Ended]:
         """What has ended, on whichever node."""

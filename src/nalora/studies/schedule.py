@@ -30,17 +30,17 @@ class Schedule:
     def __init__(self, study: Study, store: str) -> None:
         self.study, self.store = study, store
         self.cells = [Cell(tuple(cell.items()), arm) for cell in study.cells() for arm in study.arms]
-        self._keys: dict[tuple[Cell, float, int], Job] = {}
+        self._jobs: dict[tuple[str, float, int], Job] = {}
 
     def job(self, cell: Cell, rate: float, seed: int, *parts: str) -> Job:
         """The run of this cell at this learning rate with this seed, and what is asked of it."""
-        known = self._keys.get((cell, rate, seed))
+        known = self._jobs.get((cell.name, rate, seed))
         if known is None:
             run = self.study.run(dict(cell.settings), cell.arm, rate, seed)
             settings = {name: value for name, value in run.to_dict().items() if name != "output"}
             label = f"{cell.name}, lr {rate:g}, seed {seed}"
             known = Job(key(run), settings, (), self.store, label, self.study.ask_limit)
-            self._keys[cell, rate, seed] = known
+            self._jobs[cell.name, rate, seed] = known
         return known if not parts else Job(**{**vars(known), "parts": parts})
 
     def screening(self, cell: Cell) -> list[Job]:

@@ -1,0 +1,89 @@
+"""What is done next follows from what is known, and nothing is done twice."""
+
+from __future__ import annotations
+
+import dummies
+import pytest
+
+import nalora
+from nalora.studies.schedule import Schedule
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
+
+
+def known(job, parts=(VALIDATION,)):
+    losses = {part: dummies.loss_of(job.settings, part) for part in parts if part != ANSWERS}
+    return Result(1.0, losses, {"accuracy": 0.5} if ANSWERS in parts else {}, 1.0)
+
+
+def test_screening_first_then_the_chosen_rate_with_every_seed():
+    schedule = Schedule(dummies.study(), "store")
+    first = schedule.open_jobs({}, {})
+    assert len(first) == 6
+    assert {job.parts for job in first} == {(VALIDATION,)}
+    results = {job.key: known(job) for job in first}
+    second = schedule.open_jobs(results, {})
+    assert {(job.settings["method"], job.settings["learning_rate"]) for job in second} == set(dummies.BEST.items())
+    assert len(second) == 6, "each arm's three seeds; the screening run among them is only asked more"
+    assert sum(job.key in results for job in second) == 2
+    results |= {job.key: known(job, (VALIDATION, TEST, ANSWERS)) for job in second}
+    assert schedule.open_jobs(results, {}) == []
+
+
+def test_the_test_split_is_asked_of_chosen_runs_alone():
+    schedule = Schedule(dummies.study(), "store")
+    asked = [job for job in schedule.open_jobs({}, {}) if TEST in job.parts or ANSWERS in job.parts]
+    assert asked == []
+
+
+def test_an_arm_whose_best_run_failed_is_chosen_without_it_and_one_that_always_fails_is_left():
+    schedule = Schedule(dummies.study(), "store")
+    jobs = schedule.open_jobs({}, {})
+    best = next(j for j in jobs if (j.settings["method"], j.settings["learning_rate"]) == ("lora", 1e-3))
+    results = {job.key: known(job) for job in jobs if job is not best}
+    chosen = {j.settings["learning_rate"] for j in schedule.open_jobs(results, {best.key: "died"}) if
+              j.settings["method"] == "lora"}  # fmt: skip
+    assert chosen == {3e-4}
+    lora = {job.key: "died" for job in jobs if job.settings["method"] == "lora"}
+    left = schedule.open_jobs({job.key: known(job) for job in jobs if job.key not in lora}, lora)
+    assert {job.settings["method"] for job in left} == {"na-lora"}
+
+
+def test_one_learning_rate_needs_no_screening():
+    schedule = Schedule(dummies.study(learning_rates=[1e-3]), "store")
+    assert {job.parts for job in schedule.open_jobs({}, {})} == {(VALIDATION, TEST, ANSWERS)}
+    assert len(schedule.open_jobs({}, {})) == schedule.total({}, {}) == 6
+
+
+def test_a_setting_that_changes_nothing_is_the_same_run_and_any_other_a_new_one():
+    study = dummies.study()
+    run = study.run({}, study.arms[0], 1e-3, 0)
+    same = dummies.study(settings={**study.settings, "log_every": 7, "report_to": "wandb"})
+    other = dummies.study(settings={**study.settings, "warmup": 0.04})
+    assert key(run) == key(same.run({}, same.arms[0], 1e-3, 0))
+    assert key(run) != key(other.run({}, other.arms[0], 1e-3, 0))
+    assert key(run) != key(study.run({}, study.arms[0], 1e-3, 1))
+
+
+def test_every_combination_is_a_cell():
+    study = dummies.study(over={"rank": [8, 32], "alpha": [16, 32]})
+    assert len(Schedule(study, "store").cells) == 8
+    assert Schedule(study, "store").total({}, {}) == 8 * (3 + 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": {}}, "arms: missing or empty"),
+        ({"over": {"rank": []}}, "over.rank: an empty grid"),
+        ({"learning_rates": []}, "learning_rates: an empty list"),
+        ({"arms": {"lora": {"method": "lorra"}}}, "did you mean 'lora'"),
+        ({"arms": {"lora": {"method": "lora", "output": "here"}}}, "output is the study's to give"),
+        ({"settings": {"model": "m", "task": "gym/chain_sum", "stepps": 3}}, "did you mean steps"),
+        ({"seed": [0]}, "seed: no such part"),
+        ({"ask": "sometimes"}, "expected chosen, none or all"),
+        ({"over": {"rank": [8, "many"]}}, "rank: 'many'"),
+    ],
+)
+def test_a_study_that_cannot_run_is_refused_as_a_whole(changes, message):
+    with pytest.raises(nalora.NALoRAError, match=message):
+        dummies.study(**changes)
