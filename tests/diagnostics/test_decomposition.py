@@ -102,6 +102,10 @@ def test_the_sums_are_those_of_the_equations(make):
     assert sums.channel_energy.sum().item() == pytest.approx(by_hand[1, 1].item(), rel=1e-12)
     slope = pair.activation.derivative(states.z_lora).abs().flatten(0, 1)
     torch.testing.assert_close(sums.derivative, slope.sum(0), rtol=1e-12, atol=0)
+    z = states.z_lora.detach().flatten(0, 1).requires_grad_()
+    (change,) = torch.autograd.grad(pair.activation.selection(z).sum(), z) if make is not t5 else (torch.zeros_like(z),)
+    deciding = (change * z).abs().detach() * (1 if states.u_lora is None else states.u_lora.abs().flatten(0, 1))
+    torch.testing.assert_close(sums.selection, deciding.sum(0), rtol=1e-10, atol=1e-12)
     if states.u_lora is None:
         assert sums.products[2].abs().sum() == 0, "without a view there is no view mismatch"
         assert torch.equal(sums.utility, sums.derivative)
@@ -125,7 +129,7 @@ def test_batches_and_padding_change_nothing():
         poisoned = [torch.where(mask[..., None].bool(), each, float("nan")) for each in states]
         in_parts.add(States(*poisoned), mask)
     assert whole.tokens == in_parts.tokens == 60
-    for name in ("products", "total", "actual", "bound", "channel_energy", "derivative", "utility"):
+    for name in ("products", "total", "actual", "bound", "channel_energy", "derivative", "utility", "selection"):
         torch.testing.assert_close(getattr(in_parts, name), getattr(whole, name), rtol=1e-6, atol=1e-12, msg=name)
 
 

@@ -9,16 +9,15 @@ from rich.console import Console
 
 from nalora.cli.screen import table
 from nalora.diagnostics.decomposition import TERMS
-from nalora.diagnostics.mismatch_measures import in_words
+from nalora.diagnostics.mismatch_measures import STATISTICS, in_words
 
 _NOTHING = "–"
 
 
 def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
     """A row for each block: the terms' shares, the difference and its bound, and who pointed at the mismatch."""
-    asked = {"mask": result["mask"], "E|φ′|": result["statistics"]["derivative"]}
-    asked["E|φ′||u|"] = result["statistics"]["utility"]
-    known = {name: of for name, of in asked.items() if of is not None}
+    known = {"mask": result["mask"]} if result["mask"] else {}
+    known |= {title: result["statistics"][name] for name, title in STATISTICS.items()}
     title = f"{result['run']} against {result['target']}: {result['probe']['tokens']:,} tokens"
     rows = table("block", "residual", "selection", "view", "‖ΔU‖", "of its bound", title=title)
     for name in known:

@@ -39,6 +39,7 @@ class MismatchSums:
         channel_energy: Σ of the squared selection mismatch of each channel.
         derivative: Σ |φ′(z_lora)| of each channel, the paper's statistic.
         utility: Σ |φ′(z_lora)|·|u_lora| of each channel.
+        selection: Σ |s′(z_lora)·z_lora|·|u_lora| of each channel, eq:sensitivity_weighted_mismatch but for Δz.
     """
 
     def __init__(self, width: int, activation: Activation, device: torch.device | str = "cpu") -> None:
@@ -52,7 +53,8 @@ class MismatchSums:
         self.activation, self.tokens = activation, 0
         self.products = zeros(3, 3)
         self.total, self.actual, self.bound = zeros(), zeros(), zeros()
-        self.channel_energy, self.derivative, self.utility = zeros(width), zeros(width), zeros(width)
+        self.channel_energy, self.derivative = zeros(width), zeros(width)
+        self.utility, self.selection = zeros(width), zeros(width)
 
     @torch.no_grad()
     def add(self, states: States, token_mask: Tensor | None = None) -> None:
@@ -74,7 +76,10 @@ class MismatchSums:
         difference = channel_utility(phi(z_target), u_target) - channel_utility(phi(z_lora), u_lora)
         squared = difference.square().sum(-1)
         bound = mismatch_bound(z_target, u_target, z_lora, u_lora, phi=phi, selection=selection)
-        sensitivity = gate_sensitivity(self.activation.derivative(z_lora))
+        slope = self.activation.derivative(z_lora)
+        sensitivity = gate_sensitivity(slope)
+        # φ = s·z, so s′·z = φ′ − s.
+        deciding = (slope - selection(z_lora)).abs()
         flat = torch.stack([term.flatten() for term in terms])
         self.tokens += len(z_lora)
         for kept, new in (
@@ -85,5 +90,6 @@ class MismatchSums:
             (self.channel_energy, terms.selection_mismatch.square().sum(0)),
             (self.derivative, sensitivity.sum(0)),
             (self.utility, (sensitivity * u_lora.abs()).sum(0)),
+            (self.selection, (deciding * u_lora.abs()).sum(0)),
         ):
             kept.add_(new.to(kept))

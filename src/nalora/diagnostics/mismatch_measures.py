@@ -13,6 +13,8 @@ from nalora.diagnostics.ranks import held_by_top, rank_correlation, top_overlap
 
 # The paper keeps 30 % of the channels, so that is how much of the mismatch's order a mask could hit.
 TOP_SHARE = 0.3
+# What could have been the mask, taken from the run's own z and u on the probe: attributes of `MismatchSums`.
+STATISTICS = {"derivative": "E|φ′|", "utility": "E|φ′u|", "selection": "E|s′zu|"}
 _LISTED_CHANNELS = 10
 _PAIRS = {"residual_selection": (0, 1), "residual_view": (0, 2), "selection_view": (1, 2)}
 
@@ -48,10 +50,7 @@ def measures(sums: Sequence[MismatchSums], masks: Sequence[Tensor | None] | None
         # What the best choice of 30 % of the channels holds: the ceiling for `energy_held` below.
         "most_held": [held_by_top(each.channel_energy, each.channel_energy, TOP_SHARE) for each in sums],
         "mask": None if masks is None else agreement(masks, sums),
-        "statistics": {
-            "derivative": agreement([each.derivative for each in sums], sums),
-            "utility": agreement([each.utility for each in sums], sums),
-        },
+        "statistics": {name: agreement([getattr(each, name) for each in sums], sums) for name in STATISTICS},
     }
 
 
