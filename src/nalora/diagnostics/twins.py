@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def adapt(base: nn.Module, folder: Path) -> nn.Module:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A second model on the same base weights, with adapters of its own: two adapters cost one base in memory."""
+    """A second model with what is trained of its own, on the same frozen base: two adapters cost one base in memory."""
     shared = {
         id(parameter): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if _ADAPTER not in name.split(".")
+        if _ADAPTER not in name.split(".") and not parameter.requires_grad
     }
     return copy.deepcopy(model, shared)
 
@@ -73,3 +74,75 @@ def _unusable(folder: Path, error: Exception) -> NALoRAError:
         expected="a whole adapter of this run's base model",
         fix="remove that folder, or compare checkpoints of one run",
     )
+
+
+class Residents:
+    """Two models that states take their places in, one after the other: what stays is not loaded again.
+
+    Args:
+        model: the base; it is wrapped or given up when states are loaded, so nobody else should hold it.
+        load: makes a model of a full-fine-tuning state's folder, the base again of None.
+    """
+
+    def __init__(self, model: nn.Module, load: Callable[[Path | None], nn.Module]) -> None:
+        self._load = load
+        self._base: nn.Module | None = model
+        self._models: list[nn.Module | None] = [None, None]
+        self._states: list[object] = [None, None]
+
+    def pair(self, before: Path | None, after: Path | None) -> tuple[nn.Module, nn.Module]:
+        """Two states as models; None stands for the base.
+
+        Raises:
+            NALoRAError: a state that cannot be read, or of another model.
+        """
+        first = self._slot(before, keep=after)
+        second = self._slot(after, keep=before)
+        one, other = self._models[first], self._models[second]
+        assert one is not None
+        assert other is not None
+        return one, other
+
+    def _slot(self, state: Path | None, keep: Path | None) -> int:
+        wanted = _key(state)
+        if wanted in self._states:
+            return self._states.index(wanted)
+        slot = 1 if self._states[0] == _key(keep) else 0
+        self._states[slot] = wanted
+        if is_adapter(state or keep or Path()):
+            self._adapted(slot, state, keep)
+        else:
+            self._whole(slot, state)
+        return slot
+
+    def _adapted(self, slot: int, state: Path | None, keep: Path | None) -> None:
+        """Adapters of one base: made once, their weights replaced; the base is a model whose adapters are off."""
+        model = self._models[slot]
+        if model is None:
+            other = self._models[1 - slot]
+            if other is not None:
+                model = twin(other)
+            else:
+                assert self._base is not None
+                folder = state or keep
+                assert folder is not None
+                model, self._base = adapt(self._base, folder), None
+            self._models[slot] = model
+        switches: Any = model.base_model
+        if state is None:
+            switches.disable_adapter_layers()
+        else:
+            switches.enable_adapter_layers()
+            take_adapter(model, state)
+
+    def _whole(self, slot: int, state: Path | None) -> None:
+        """Whole models: the one whose place is taken is let go before the next is loaded."""
+        base, self._base = self._base, None
+        self._models[slot] = None
+        if state is not None:
+            base = None
+        self._models[slot] = self._load(state) if base is None else base
+
+
+def _key(state: Path | None) -> object:
+    return "base" if state is None else state
