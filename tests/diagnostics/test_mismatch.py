@@ -10,10 +10,12 @@ import pytest
 import tiny
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import nalora
 from nalora import checkpoint
 from nalora.diagnostics.decomposition import TERMS
+from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.mismatch import compare, diagnose_against
 from nalora.diagnostics.mismatch_measures import in_words, measures
 from nalora.diagnostics.pairs import finished_run, open_pair
@@ -36,6 +38,7 @@ def runs(tmp_path_factory):
         "full": {"method": "full", "learning_rate": 1e-3},
         "lora": {"method": "lora"},
         "na-lora": {"method": "na-lora", "save_every": 2},
+        "snapshots": {"method": "na-lora", "snapshot_every": 3},
         "scaling-only": {"method": "na-lora", "mask": False, "save_every": 4},
     }
     for name, more in told.items():
@@ -99,13 +102,12 @@ def test_an_na_lora_run_is_asked_about_the_mask_it_ended_with(runs):
     assert result["mask_step"] == 4
     assert result["mask"].keys() == result["statistics"]["utility"].keys()
     # The same from the state's own tensors, by their names in the trained model.
-    pair = open_pair(finished_run(runs / "na-lora"), str(runs / "full"))
-    rows = [pair.material.dataset[i] for i in range(24)]
-    sites, sums = compare(pair.run, pair.target, [pair.material.collator(rows)])
+    pair = open_pair(finished_run(runs / "na-lora"), str(runs / "full"), Request())
+    sites, sums = compare(pair.run, pair.target, pair.probe.batches)
     state = checkpoint.load(runs / "na-lora" / "checkpoints" / "checkpoint-4")["tensors"]
     masks = [state[f"base_model.model.{site.name}/mask"] for site in sites]
     assert all(mask.min() < mask.max() for mask in masks)
-    assert_close(result["mask"], measures(sums, masks)["mask"], 1e-2)
+    assert_close(result["mask"], measures(sums, masks)["mask"], 1e-9)
     assert None not in result["mask"]["rank_correlation"]
     assert in_words(result).startswith("The mask ")
 
@@ -132,13 +134,29 @@ def test_a_mask_that_is_the_energy_agrees_wholly_and_one_of_an_unfinished_checkp
     assert mask["energy_held"][0] == pytest.approx(measures(sums)["most_held"][0])
 
 
+def test_the_mask_of_the_last_snapshot_serves_as_well(runs):
+    result = diagnose_against(runs / "snapshots", str(runs / "full"))
+    assert result["mask_step"] == 4
+    assert_close(result["mask"], diagnose_against(runs / "na-lora", str(runs / "full"))["mask"], 1e-3)
+
+
+def test_every_channel_on_request(runs):
+    result = diagnose_against(runs / "na-lora", str(runs / "full"), Request(per_channel=True))
+    tensors = load_file(runs / "na-lora" / result["channels"])
+    for block, energy in zip(result["blocks"], result["energy"]["selection_mismatch"], strict=True):
+        name = block["name"]
+        assert tensors[f"{name}/energy"].sum().item() == pytest.approx(energy, rel=1e-5)
+        for field in ("derivative", "utility", "selection", "mask"):
+            assert tensors[f"{name}/{field}"].shape == (block["width"],)
+
+
 def test_a_run_whose_mask_did_not_act_has_none(runs):
     assert diagnose_against(runs / "scaling-only", str(runs / "full"))["mask"] is None
 
 
 def test_batch_size_and_padding_change_nothing(runs):
-    one = diagnose_against(runs / "lora", str(runs / "full"), batch_size=1)
-    many = diagnose_against(runs / "lora", str(runs / "full"), batch_size=24)
+    one = diagnose_against(runs / "lora", str(runs / "full"), Request(batch_size=2))
+    many = diagnose_against(runs / "lora", str(runs / "full"), Request(batch_size=48))
     channels = [[c for c, _ in block] for block in one.pop("top_channels")]
     assert channels == [[c for c, _ in block] for block in many.pop("top_channels")]
     # The models compute in float32, and an energy is the square of a small difference.
@@ -177,11 +195,11 @@ def test_a_full_run_is_asked_as_well(runs):
 
 
 def test_two_adapters_share_one_base(runs):
-    pair = open_pair(finished_run(runs / "lora"), str(runs / "na-lora"))
+    pair = open_pair(finished_run(runs / "lora"), str(runs / "na-lora"), Request())
     held = {tensor.data_ptr() for model in (pair.run, pair.target) for tensor in model.parameters()}
-    base = len(list(pair.material.model.parameters()))
-    adapters = sum("lora_" in name for name, _ in pair.run.named_parameters())
-    assert len(held) == base + 2 * adapters
+    names = [name for name, _ in pair.run.named_parameters()]
+    adapters = sum("lora_" in name for name in names)
+    assert len(held) == len(names) + adapters
 
 
 def test_a_fused_gate_and_one_without_a_view():

@@ -8,46 +8,41 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nalora import checkpoint
-from nalora.diagnostics.sites import stripped
 from nalora.training.folder import COMPLETE, RunFolder
 
 
-class FinalMasks(NamedTuple):
-    """Masks by the name of their block in the base model, and the step they are of (None: the run's end)."""
+class FinalState(NamedTuple):
+    """The tensors of the controller's state by ``block/field``, and the step they are of (None: the run's end)."""
 
     step: int | None
-    masks: dict[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
-def final_masks(folder: RunFolder) -> FinalMasks | None:
-    """The latest masks of a run; None for one that had none, or that saved no state.
+def final_state(folder: RunFolder) -> FinalState | None:
+    """The latest state of a run's controller; None for a run that masked nothing, or that saved none.
 
     Raises:
         NALoRAError: the state is damaged.
     """
-    found = _latest_state(folder)
+    found = _latest(folder)
     if found is None:
         return None
     step, place = found
     state = checkpoint.load(place)
     if not state["config"].get("mask", True):
         return None  # the controller follows a mask even then, but nothing was masked by it
-    masks = {
-        stripped(name.removesuffix("/mask")): mask for name, mask in state["tensors"].items() if name.endswith("/mask")
-    }
-    return FinalMasks(step, masks)
+    return FinalState(step, state["tensors"])
 
 
-def _latest_state(folder: RunFolder) -> tuple[int | None, Path] | None:
+def _latest(folder: RunFolder) -> tuple[int | None, Path] | None:
     for place in (folder.path, folder.adapter):
         if (place / checkpoint.FILE_NAME).is_file():
             return None, place
-    # A checkpoint without its mark was being written when the run was killed.
-    whole = [each for each in folder.checkpoints.glob("checkpoint-*") if (each / COMPLETE).is_file()]
-    places = [*whole, *(folder.path / "snapshots").glob("step-*")]
-    states = [(_step(place), place) for place in places if (place / checkpoint.FILE_NAME).is_file()]
-    return max(states, default=None)
-
-
-def _step(place: Path) -> int:
-    return int(place.name.rpartition("-")[2])
+    # A checkpoint without its mark was being written when the run was killed; a snapshot that is there is whole.
+    places = {
+        int(each.name.rpartition("-")[2]): each
+        for each in folder.checkpoints.glob("checkpoint-*")
+        if (each / COMPLETE).is_file()
+    }
+    places |= {step: folder.snapshot(step) for step in folder.snapshot_steps()}
+    return max(((step, each) for step, each in places.items() if (each / checkpoint.FILE_NAME).is_file()), default=None)

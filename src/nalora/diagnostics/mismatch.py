@@ -6,78 +6,90 @@ differs because the gates *decide* otherwise, beside what differs because z or u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nalora.diagnostics.decomposition import MismatchSums, States
+from nalora.diagnostics.dynamics import Report, Request, masks_by_site
+from nalora.diagnostics.file import described
 from nalora.diagnostics.lockstep import Gates, Lockstep
-from nalora.diagnostics.masks import final_masks
-from nalora.diagnostics.mismatch_measures import measures
+from nalora.diagnostics.masks import final_state
+from nalora.diagnostics.mismatch_measures import STATISTICS, measures
 from nalora.diagnostics.pairs import finished_run, open_pair
+from nalora.diagnostics.probe import on_device
 from nalora.diagnostics.sites import GateSite, base_of, find_sites
 from nalora.errors import NALoRAError
 from nalora.training.folder import write_json
-from nalora.training.run import Material
 
 FILE_NAME = "mismatch.json"
+CHANNELS_FILE = "mismatch_channels.safetensors"
 VERSION = 1
 
 
 def diagnose_against(
     run: str | Path,
     target: str,
+    request: Request | None = None,
     *,
-    examples: int = 512,
-    batch_size: int = 8,
-    device: str | None = None,
-    report: Callable[[str, int, int], None] = lambda what, done, total: None,
+    report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Measure a run's mismatch against a target on the run's own training set; `mismatch.json` in its folder.
+    """Measure a run's mismatch against a target and write it into the run's folder as mismatch.json.
 
     Args:
         run: the folder of a finished run.
         target: the folder of another finished run, of an adapter of the same base, of a model, or a hub id.
-        examples: how many training rows are the probe, from the first on.
-        batch_size: rows in one forward pass; changes time and memory alone.
-        device: where, in place of the run's.
+        request: the probe, the run's own training set by default, and where to run.
         report: hears (what, done, total).
 
     Raises:
         NALoRAError: no such run or target, an unfinished one, or models of different architectures.
     """
+    request = request or Request()
     finished = finished_run(run)
-    pair = open_pair(finished, target, device)
-    where = next(pair.run.parameters()).device
-    count = min(examples, len(pair.material.dataset))
-
-    def batches() -> Iterator[Mapping[str, Any]]:
-        for start in range(0, count, batch_size):
-            yield _batch(pair.material, range(start, min(start + batch_size, count)), where)
-            report("comparing", min(start + batch_size, count), count)
-
-    sites, sums = compare(pair.run, pair.target, batches())
-    known = final_masks(finished.folder)
+    pair = open_pair(finished, target, request)
+    batches = pair.probe.batches
+    every_site, every_sum = compare(
+        pair.run, pair.target, batches, progress=lambda done: report("comparing", done, len(batches))
+    )
+    # A block that no token reached, such as one of another tower, has nothing to say.
+    reached = [(site, each) for site, each in zip(every_site, every_sum, strict=True) if each.tokens]
+    sites, sums = [site for site, _ in reached], [each for _, each in reached]
+    state = final_state(finished.folder)
+    by_site = masks_by_site(state.tensors, sites) if state else {}
+    masks = [by_site.get(index) for index in range(len(sites))] if by_site else None
     result = {
         "version": VERSION,
         "run": str(run),
         "target": target,
-        "probe": {"task": finished.run.settings.task, "examples": count, "tokens": sums[0].tokens, "seed": 0},
-        "blocks": [_block(site) for site in sites],
-        "mask_step": known and known.step,
-        **measures(sums, known and [known.masks.get(site.name) for site in sites]),
+        "probe": {
+            "task": pair.probe.task,
+            "examples": pair.probe.examples,
+            "tokens": max((each.tokens for each in sums), default=0),
+            "seed": finished.run.settings.seed,
+        },
+        "blocks": [{**described(site), "gated": site.up is not None} for site in sites],
+        "mask_step": state and state.step,
+        "channels": CHANNELS_FILE if request.per_channel else None,
+        **measures(sums, masks),
     }
+    if request.per_channel:
+        _write_channels(finished.folder.path / CHANNELS_FILE, sites, sums, masks)
     write_json(finished.folder.path / FILE_NAME, result)
     return result
 
 
 def compare(
-    run: nn.Module, target: nn.Module, batches: Iterable[Mapping[str, Any]]
+    run: nn.Module,
+    target: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[tuple[GateSite, ...], list[MismatchSums]]:
-    """The FFN blocks of both models and the sums of each over the batches.
+    """The FFN blocks of both models and the sums of each over the batches; `progress` hears how many are done.
 
     Raises:
         NALoRAError: the two are not of one architecture.
@@ -91,8 +103,9 @@ def compare(
         sums[site].add(States(z_target, u_target, z_lora, u_lora), mask)
 
     with Lockstep([target, run], sites, with_up=True) as models:
-        for batch in batches:
-            models.run(batch, visit)
+        for done, batch in enumerate(batches, 1):
+            models.run(on_device(dict(batch), run), visit)
+            progress(done)
     return sites, sums
 
 
@@ -124,11 +137,18 @@ def _described(model: nn.Module, sites: Sequence[GateSite]) -> str:
     return f"{name} ({type(base).__name__}, {len(sites)} FFN blocks of width {widths})"
 
 
-def _block(site: GateSite) -> dict[str, Any]:
-    lower, upper = site.thresholds or (None, None)
-    known = {"name": site.name, "activation": site.activation.name, "width": site.width}
-    return {**known, "lower": lower, "upper": upper, "gated": site.up is not None}
+def _write_channels(
+    path: Path, sites: Sequence[GateSite], sums: Sequence[MismatchSums], masks: Sequence[Tensor | None] | None
+) -> None:
+    """Means over tokens for every channel, [channels] each: ``block/energy``, the statistics, ``block/mask``."""
+    from safetensors.torch import save_file
 
-
-def _batch(material: Material, rows: Iterable[int], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in material.collator([material.dataset[i] for i in rows]).items()}
+    tensors: dict[str, Tensor] = {}
+    for index, (site, each) in enumerate(zip(sites, sums, strict=True)):
+        tensors[f"{site.name}/energy"] = each.channel_energy / each.tokens
+        tensors |= {f"{site.name}/{name}": getattr(each, name) / each.tokens for name in STATISTICS}
+        if masks is not None and (mask := masks[index]) is not None:
+            tensors[f"{site.name}/mask"] = mask
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file({name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    partial.replace(path)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
 from nalora import tasks
+from nalora.diagnostics.dynamics import Request
+from nalora.diagnostics.probe import Probe, make_probe
+from nalora.diagnostics.saved import read_run
 from nalora.diagnostics.twins import adapt, is_adapter
 from nalora.errors import NALoRAError
 from nalora.evaluation.targets import as_asked
@@ -18,8 +20,8 @@ from nalora.models import loading
 from nalora.models.loading import ModelSpec
 from nalora.tasks import Task
 from nalora.training.folder import RunFolder
-from nalora.training.run import Material, kind_of, prepare
-from nalora.training.settings import Run, check
+from nalora.training.run import kind_of
+from nalora.training.settings import Run
 
 
 @dataclass(frozen=True)
@@ -38,42 +40,46 @@ def finished_run(path: str | Path) -> FinishedRun:
         NALoRAError: no run is there, or one that has not come to its end.
     """
     folder = RunFolder(path)
-    if not folder.settings.is_file():
-        raise NALoRAError(
-            str(path), found="no run", expected="the folder of a run", fix="give the output of `nalora train`"
-        )
+    run = read_run(folder)
     trained = folder.model if folder.model.is_dir() else folder.adapter
     if not folder.result.is_file() or not trained.is_dir():
         raise NALoRAError(
             str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
         )
-    settings = yaml.safe_load(folder.settings.read_text(encoding="utf-8"))
-    return FinishedRun(folder, check(settings, str(folder.settings)), trained)
+    return FinishedRun(folder, run, trained)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models for the same inputs, and the run's own training set to take them from."""
+    """Two models, and the batches that both are shown."""
 
     run: nn.Module
     target: nn.Module
-    material: Material
+    probe: Probe
 
 
-def open_pair(run: FinishedRun, target: str, device: str | None = None) -> Pair:
+def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
     """Load a run and its target: a finished run, an adapter of the run's base, a model's folder, or a hub id.
 
     Raises:
         NALoRAError: no such target, an unfinished one, or one that cannot be loaded.
     """
-    settings = run.run.settings if device is None else replace(run.run.settings, device=device)
+    settings = run.run.settings if request.device is None else replace(run.run.settings, device=request.device)
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.run.task_options)
     spec = settings.model_spec(kind_of(task, settings))
     target_spec, trained = _where(target, spec)
     loaded = loading.load(spec)
-    material = prepare(task, loaded, settings)
-    shelf = _Shelf(task, loaded.processor, {spec: material.model})
-    return Pair(shelf.trained(spec, run.trained), shelf.trained(target_spec, trained), material)
+    probe, base = make_probe(
+        run.run,
+        loaded,
+        size=request.probe_size,
+        # Two models pass at a time, in the memory that one takes for the whole batch.
+        batch_size=max(1, request.batch_size // 2),
+        task=request.task,
+        data_dir=request.data_dir,
+    )
+    shelf = _Shelf(task, loaded.processor, {spec: base})
+    return Pair(shelf.trained(spec, run.trained), shelf.trained(target_spec, trained), probe)
 
 
 def _where(target: str, spec: ModelSpec) -> tuple[ModelSpec, Path]:
