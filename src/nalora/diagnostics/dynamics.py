@@ -71,7 +71,7 @@ def diagnose(
     states, notices = states_of(folder, run, request.every)
     began = time.perf_counter()
     probe, sites, residents = _ready(run, request)
-    peak = _Peak(residents, states[0], probe)
+    peak = _Peak(residents, states, probe)
     walk = _Walk(residents, sites, probe, report, total=len(states))
     intervals = [walk.interval(one, other, first=one is states[0]) for one, other in itertools.pairwise(states)]
     ends = intervals[0] if len(states) == 2 else walk.ends(states[0], states[-1])
@@ -198,8 +198,8 @@ def masks_by_site(tensors: dict[str, Tensor], sites: Sequence[GateSite]) -> dict
 class _Peak:
     """Memory on a GPU, beside that of plain inference with the whole batch; nothing is measured elsewhere."""
 
-    def __init__(self, residents: Residents, state: Saved, probe: Probe) -> None:
-        model, _ = residents.pair(state.folder, state.folder)
+    def __init__(self, residents: Residents, states: Sequence[Saved], probe: Probe) -> None:
+        model, _ = residents.pair(states[0].folder, states[1].folder)
         self.device = next(model.parameters()).device
         if self.device.type == "cuda":
             two = [on_device(batch, model) for batch in probe.batches[:2]]

@@ -37,24 +37,39 @@ class State:
 
 
 def contents(
-    sites: Sequence[GateSite], intervals: Sequence[Interval], ends: Interval | None, states: Sequence[State]
+    sites: Sequence[GateSite], intervals: Sequence[Interval], ends: Interval, states: Sequence[State]
 ) -> dict[str, Any]:
     """The part of the file that the measures fill; blocks that no token reached are left out."""
-    reached = sorted(intervals[0].movements)
-    rows = [interval_row(interval, reached) for interval in intervals]
-    binned = [state for state in states if any(each.histogram is not None for each in state.standing.values())]
+    reached = sorted(ends.movements)
+    return assembled(
+        [described(sites[index]) for index in reached],
+        [interval_row(interval, reached) for interval in intervals],
+        interval_row(ends, reached),
+        [share_row(state, reached) for state in states],
+        [row for state in states if (row := histogram_row(state, reached)) is not None],
+    )
+
+
+def assembled(
+    blocks: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+    ends: dict[str, Any] | None,
+    shares: list[dict[str, Any]],
+    histograms: list[tuple[int, list[list[int]]]],
+) -> dict[str, Any]:
+    """The same from rows that were made one by one."""
     return {
         "version": VERSION,
-        "blocks": [described(sites[index]) for index in reached],
-        "steps": [intervals[0].start, *(interval.end for interval in intervals)],
+        "blocks": blocks,
+        "steps": [row["step"] for row in shares],
         "intervals": rows,
-        "first_to_last": None if ends is None else interval_row(ends, reached),
+        "first_to_last": ends,
         "cumulative": cumulative(rows),
-        "shares": [share_row(state, reached) for state in states],
+        "shares": shares,
         "histogram": {
             "edges": list(HISTOGRAM_EDGES),
-            "steps": [state.step for state in binned],
-            "counts": [[_counts(state.standing[index]) for index in reached] for state in binned],
+            "steps": [step for step, _ in histograms],
+            "counts": [counts for _, counts in histograms],
         },
     }
 
@@ -85,8 +100,15 @@ def cumulative(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def share_row(state: State, reached: Sequence[int]) -> dict[str, Any]:
     """A state's regime shares."""
     shares = [state.standing[index].shares() or (None, None, None) for index in reached]
-    columns = zip(*shares, strict=True)
-    return {"step": state.step, **dict(zip(("p_sup", "p_res", "p_pos"), map(list, columns), strict=True))}
+    columns = ([_number(share) for share in column] for column in zip(*shares, strict=True))
+    return {"step": state.step, **dict(zip(("p_sup", "p_res", "p_pos"), columns, strict=True))}
+
+
+def histogram_row(state: State, reached: Sequence[int]) -> tuple[int, list[list[int]]] | None:
+    """A step and the histogram of every block's z; None where they were not binned."""
+    found = [state.standing[index].histogram for index in reached]
+    counts = [each.tolist() for each in found if each is not None]
+    return (state.step, counts) if counts else None
 
 
 def write_channels(
@@ -119,10 +141,6 @@ def write_channels(
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     save_file({name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}, partial)
     partial.replace(path)
-
-
-def _counts(standing: Standing) -> list[int] | None:
-    return None if standing.histogram is None else standing.histogram.tolist()
 
 
 def _number(value: float | None) -> float | None:

@@ -45,7 +45,13 @@ def twin(model: nn.Module) -> nn.Module:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if _ADAPTER not in name.split(".") and not parameter.requires_grad
     }
-    return copy.deepcopy(model, shared)
+    copied = copy.deepcopy(model, shared)
+    for module in copied.modules():
+        # A function that stands in for a layer's forward, as fused layers' do, still computes with the original.
+        stand_in = vars(module).get("forward")
+        if stand_in is not None and getattr(stand_in, "__self__", None) is not module:
+            del module.forward
+    return copied
 
 
 def take_adapter(model: nn.Module, folder: Path) -> None:
