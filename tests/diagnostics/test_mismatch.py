@@ -231,7 +231,9 @@ def test_wrong_input_is_one_clear_error(runs, tmp_path):
         return str(error.value)
 
     assert "found no run" in refused(runs / "nothing", runs / "full")
-    assert "no-such-target" in refused(runs / "lora", runs / "no-such-target")
+    assert "no-such-target: found no such folder" in refused(runs / "lora", runs / "no-such-target")
+    assert "nobody/such-model" in refused(runs / "lora", "nobody/such-model")
+    assert "without config.json" in refused(runs / "lora", tmp_path)
     other = tiny.saved_llama(tmp_path / "other", layers=3, hidden=48)
     message = refused(runs / "lora", other)
     assert "different architectures" in message

@@ -52,6 +52,11 @@ def diagnose(
     if against is None:
         print_diagnosis(screen, found)
         screen.print(f"the diagnosis: {run / 'diagnosis.json'}", highlight=False)
+    else:
+        from nalora.cli.mismatching import print_mismatch
+
+        print_mismatch(screen, found)
+        screen.print(f"the mismatch: {run / 'mismatch.json'}", highlight=False)
 
 
 def _found(run: Path, against: str | None, request: Any, report: Any) -> dict[str, Any]:
@@ -60,10 +65,9 @@ def _found(run: Path, against: str | None, request: Any, report: Any) -> dict[st
         from nalora.diagnostics.dynamics import diagnose as diagnose_run
 
         return diagnose_run(run, request, report=report)
-    from nalora.diagnostics.mismatch import diagnose_against  # type: ignore[import-not-found]
+    from nalora.diagnostics.mismatch import diagnose_against
 
-    mismatch: dict[str, Any] = diagnose_against(run, against, request, report=report)
-    return mismatch
+    return diagnose_against(run, against, request, report=report)
 
 
 def print_diagnosis(screen: Any, found: dict[str, Any]) -> None:

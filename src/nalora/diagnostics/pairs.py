@@ -85,6 +85,14 @@ def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
 def _where(target: str, spec: ModelSpec) -> tuple[ModelSpec, Path]:
     """The base that a target would be an adapter of, and where the target itself is."""
     path = Path(target).expanduser()
+    if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
+        # A path with a folder that is there is no hub id, and should not cost a question to the hub.
+        raise NALoRAError(
+            target,
+            found="no such folder",
+            expected="a run, an adapter or a model to compare with",
+            fix="check the path",
+        )
     if not (path / "run.yaml").is_file():
         return spec, path
     other = finished_run(path)
