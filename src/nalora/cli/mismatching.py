@@ -22,7 +22,7 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
     rows = table("block", "residual", "selection", "view", "‖ΔU‖", "of its bound", title=title)
     for name in known:
         rows.add_column(f"ρ {name}")
-    rows.add_column("30 % hold")
+    rows.add_column("30 % hold (best)")
     for column in rows.columns[1:]:
         column.justify = "right"
     first = next(iter(known.values()))
@@ -33,7 +33,7 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
             _number(result["bound"]["actual"][index], ".3g"),
             _percent(result["bound"]["tightness"][index]),
             *(_number(of["rank_correlation"][index], "+.2f") for of in known.values()),
-            f"{_percent(first['energy_held'][index])} of {_percent(result['most_held'][index])}",
+            f"{_percent(first['energy_held'][index])} ({_percent(result['most_held'][index])})",
         )
     screen.print(rows)
     screen.print(

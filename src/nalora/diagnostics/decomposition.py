@@ -11,8 +11,9 @@ from nalora.activations import Activation
 from nalora.equations import channel_utility, gate_sensitivity, mismatch_bound, mismatch_decomposition
 
 TERMS = ("residual_through_view", "selection_mismatch", "view_mismatch")
-# Tokens are taken in slices of about this many elements; a dozen float64 temporaries of a slice are 24 MiB.
-_ELEMENTS = 1 << 18
+# Tokens are taken in slices of about this many elements: on a CPU what fits its cache, on a GPU what fills it. A dozen
+# float64 temporaries of a slice are 24 MiB and 192 MiB.
+_CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 18, 1 << 21
 
 
 class States(NamedTuple):
@@ -64,7 +65,7 @@ class MismatchSums:
         one = torch.ones_like(states.z_lora[..., :1]).expand_as(states.z_lora)
         every = [(one if each is None else each).detach().reshape(-1, width) for each in states]
         real = None if token_mask is None else token_mask.reshape(-1).to(states.z_lora.device, torch.bool)
-        at_once = max(1, _ELEMENTS // width)
+        at_once = max(1, (_CPU_ELEMENTS if states.z_lora.device.type == "cpu" else _GPU_ELEMENTS) // width)
         for start in range(0, len(every[0]), at_once):
             part = slice(start, start + at_once)
             self._add_slice(*((each[part] if real is None else each[part][real[part]]) for each in every))
