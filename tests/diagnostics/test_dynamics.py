@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 
 import peft
 import pytest
@@ -144,7 +146,6 @@ def test_nothing_moves_between_equal_snapshots(run):
 
 
 def test_batches_and_padding_change_nothing(trained):
-    """In float64, where a z does not cross a threshold by rounding."""
     results = []
     for size in (2, 6, 24):
         found = diagnose(trained / "run", Request(probe_size=12, batch_size=size))
@@ -196,9 +197,9 @@ def test_every_thins_and_channels_are_written(trained):
 
 @pytest.mark.parametrize("method", ["pissa", "dora", "adalora"])
 def test_any_method(tmp_path, method):
-    train(check(settings(tmp_path, method=method, steps=2, learning_rate=1e-3)))
+    train(check(settings(tmp_path, method=method, steps=4, snapshot_every=4, learning_rate=1e-3)))
     found = diagnose(tmp_path / "run", PROBE)
-    assert found["steps"] == [0, 2]
+    assert found["steps"] == [0, 4]
     assert found["first_to_last"]["D_sel"][1] > 0
     assert not found["first_to_last"]["masked"]
 
@@ -270,6 +271,42 @@ def test_a_run_without_snapshots_says_so(trained, run):
     assert any("no snapshots" in each and "the base model, step 6" in each for each in found["notices"])
     with_snapshots = diagnose(trained / "run", PROBE)
     assert found["first_to_last"]["D_sel"] == pytest.approx(with_snapshots["first_to_last"]["D_sel"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "steps"), [("na-lora", [0, 2, 4]), ("pissa", [0, 4])])
+def test_checkpoints_stand_in_for_snapshots(tmp_path, method, steps):
+    """Where they hold what the method would save: PiSSA's adapters are of a base of its own."""
+    train(check(settings(tmp_path, method=method, steps=4, snapshot_every=0, save_every=2, learning_rate=1e-3)))
+    found = diagnose(tmp_path / "run", PROBE)
+    assert found["steps"] == steps
+    assert any("its checkpoints are left out" in each for each in found["notices"]) == (method == "pissa")
+    assert found["first_to_last"]["masked"] == (method == "na-lora")
+    assert found["first_to_last"]["D_sel"][1] > 0
+
+
+def test_a_resumed_run_goes_on_with_its_diagnosis(tmp_path, monkeypatch):
+    """What moved before it was stopped stays; what is not known is said."""
+    import nalora.training.run as module
+    from nalora.training.run import Interrupted
+
+    run = check(settings(tmp_path, snapshot_every=0, diagnose_every=2, probe_size=6))
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    make = module.make_trainer
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(Stop()) or t)
+        with pytest.raises(Interrupted):
+            train(run)
+    train(run, resume=True)
+    found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
+    assert [(row["from"], row["to"]) for row in found["intervals"]] == [(0, 2), (3, 4), (4, 6)]
+    assert found["first_to_last"] is None
+    assert [row["step"] for row in found["shares"]] == found["steps"] == [0, 2, 4, 6]
+    assert any("resumed at step 3" in each for each in found["notices"])
 
 
 def test_a_run_that_is_still_going(run):

@@ -78,6 +78,23 @@ def test_a_twin_shares_the_base_and_owns_its_adapter():
         assert (here[name] is there[name]) == ("lora" not in name), name
 
 
+def test_a_twin_does_not_compute_with_the_original():
+    model = tiny.llama(torch.float32)
+    layer = base_of(model).model.layers[0].mlp
+    own = layer.forward
+    layer.forward = lambda x: own(x)
+    other = moved(model, by=0.5)
+    batch = padded()
+    with torch.no_grad():
+        expected = model.eval()(**batch).logits
+        for parameter in layer.parameters():
+            parameter.mul_(0)
+        different = other.eval()(**batch).logits
+    assert "forward" not in vars(base_of(other).model.layers[0].mlp)
+    assert not torch.allclose(different, expected)
+    assert not torch.allclose(different, model(**batch).logits)
+
+
 def test_plain_and_adapted_models_have_the_same_sites():
     adapted = tiny.llama(torch.float32)
     plain = tiny.llama(torch.float32).unload()
@@ -185,10 +202,8 @@ def test_models_of_different_shape_are_refused():
 
 def test_gradients_are_off_in_every_thread_and_the_mode_comes_back():
     model = tiny.llama(torch.float32).train()
+    modes = []
     with Lockstep([model]) as lockstep:
         lockstep.run(padded(), lambda site, gates, mask: modes.append((gates[0].z.requires_grad, model.training)))
     assert modes == [(False, False)] * 2
     assert model.training
-
-
-modes: list = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,10 @@ def _all_linear_layers_adapted(model: nn.Module) -> nn.Module:
         skeleton = copy.deepcopy(base, {id(each): _weightless(each) for each in held})
         targets = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
     settings = peft.LoraConfig(r=1, target_modules=targets)
-    wrapped: nn.Module = peft.get_peft_model(skeleton, settings, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        # PEFT tells of GPT-2's transposed layers; here nobody computes with them.
+        warnings.simplefilter("ignore")
+        wrapped: nn.Module = peft.get_peft_model(skeleton, settings, low_cpu_mem_usage=True)
     return wrapped
 
 
