@@ -159,6 +159,12 @@ def test_the_bound_is_never_below_the_actual(name):
                 assert sums.actual <= sums.bound * (1 + 1e-12)
 
 
+def test_a_batch_of_padding_alone_adds_nothing():
+    sums = MismatchSums(8, activations.get("silu"))
+    sums.add(States(*(torch.randn(2, 5, 8) for _ in range(4))), torch.zeros(2, 5))
+    assert sums.tokens == sums.total == sums.bound == sums.products.abs().sum() == 0
+
+
 def test_identical_models_do_not_differ():
     pair = Pair(llama, torch.float32)
     z, u, _ = pair.pass_through(pair.lora, tiny.tokens())

@@ -93,4 +93,4 @@ class MismatchSums:
             (self.utility, (sensitivity * u_lora.abs()).sum(0)),
             (self.selection, (deciding * u_lora.abs()).sum(0)),
         ):
-            kept.add_(new.to(kept))
+            kept.add_(new.to(kept.device).to(kept.dtype))  # in this order: MPS cannot even convert to float64
