@@ -1,0 +1,102 @@
+"""The look of every figure: one style, colours that the colour-blind and a grey print tell apart, PNG and SVG."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nalora.errors import NALoRAError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, without the yellow that vanishes on white; neighbours differ in lightness too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A5A00", "#000000", "#E69F00")
+DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)), (0, (3, 1, 1, 1)))
+MARKERS = "os^Dvp*X"
+GREY = "#666666"
+_STYLE: dict[str, Any] = {
+    "figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 100, "savefig.dpi": 160,
+    "font.family": "DejaVu Sans", "font.size": 9,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "axes.labelsize": 9, "axes.edgecolor": "#444444",
+    "figure.titlesize": 11, "figure.titleweight": "bold",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6, "lines.markersize": 4, "legend.frameon": False, "legend.fontsize": 8,
+    "image.cmap": "cividis", "image.interpolation": "nearest",
+    # Text stays text, so that it can be searched and set in the reader's font; the same file from the same numbers.
+    "svg.fonttype": "none", "svg.hashsalt": "nalora",
+}  # fmt: skip
+
+
+class Stroke(NamedTuple):
+    """How the n-th line is told from the others: by colour, and without colour by its dashes."""
+
+    color: str
+    linestyle: Any
+    marker: str
+
+
+def stroke(number: int) -> Stroke:
+    """The stroke of the line with that number; beyond eight colours the dashes go on changing."""
+    lap = number // len(COLOURS)
+    places = number % len(COLOURS), (number + lap) % len(DASHES)
+    return Stroke(COLOURS[places[0]], DASHES[places[1]], MARKERS[places[1]])
+
+
+@contextlib.contextmanager
+def look() -> Iterator[None]:
+    """The style, whatever the user's own matplotlibrc says.
+
+    Raises:
+        NALoRAError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context, rcParamsDefault
+    except ImportError:
+        raise NALoRAError(
+            "figures", found="no matplotlib", expected="the report extra", fix='pip install "nalora[report]"'
+        ) from None
+
+    plain: Any = {key: value for key, value in rcParamsDefault.items() if not key.startswith(("backend", "date."))}
+    with rc_context(plain | _STYLE):
+        yield
+
+
+def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with its axes row by row; made without pyplot, so nothing has to be closed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [each for row in axes for each in row]
+
+
+def notice(axes: Axes, text: str) -> None:
+    """Say in the place of a chart why there is none."""
+    axes.set_axis_off()
+    axes.text(
+        0.5, 0.5, textwrap.fill(text, 44), transform=axes.transAxes, ha="center", va="center", color=GREY,
+        style="italic",
+    )  # fmt: skip
+
+
+def legend_outside(figure: Figure, axes: Axes, columns: int = 3) -> None:
+    """One legend below all panels, where it covers no data."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write `name`.png and `name`.svg; the same bytes for the same figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    with look():
+        figure.savefig(files[0], metadata={"Software": "nalora"})
+        figure.savefig(files[1], metadata={"Date": None, "Creator": "nalora"})
+    return files
