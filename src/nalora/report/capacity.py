@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,19 +41,21 @@ class Capacity:
 
 
 def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
-    """The norms of a run's adapter, or None and the sentence that says why there are none."""
+    """The norms of a run's adapter and what a reader must know of them; None with the reason where there are none."""
     folder = run.path / "adapter"
     if not (folder / "adapter_model.safetensors").is_file():
         if (run.path / "model").is_dir() or run.method == "full":
             return None, "This run trained the model itself; there is no adapter whose update could be measured."
         return None, "No adapter was saved yet, so the size of its update is not known."
     try:
-        return _measure(folder), ""
+        measured, config = _measure(folder)
+        dora = "DoRA also rescales every column; only its s·B·A is measured here." if config.get("use_dora") else ""
+        return measured, dora
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
         return None, f"The adapter cannot be read ({type(error).__name__}), so the size of its update is not known."
 
 
-def _measure(folder: Path) -> Capacity | None:
+def _measure(folder: Path) -> tuple[Capacity, dict[str, Any]]:
     from safetensors import safe_open
 
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -76,7 +77,7 @@ def _measure(folder: Path) -> Capacity | None:
             modules[module] = float(norms.square().sum().sqrt())
     if not modules:
         raise ValueError("an adapter without lora_A and lora_B")
-    return Capacity(modules, rows)
+    return Capacity(modules, rows), config
 
 
 def row_norms(B: Tensor, A: Tensor) -> Tensor:
@@ -107,9 +108,3 @@ def _plain(name: str) -> str:
 def _natural(name: str) -> list[Any]:
     """Sorts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
-
-
-def update_norm(B: Tensor, A: Tensor, s: float = 1.0) -> float:
-    """‖s·B·A‖ from the trace of (BᵀB)(A Aᵀ), two r × r matrices."""
-    B, A = B.double(), A.double()
-    return s * float(torch.sum((B.T @ B) * (A @ A.T)).clamp(min=0).sqrt())
