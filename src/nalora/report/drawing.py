@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,11 +85,30 @@ def notice(axes: Axes, text: str) -> None:
     )  # fmt: skip
 
 
-def legend_outside(figure: Figure, axes: Axes, columns: int = 3) -> None:
-    """One legend below all panels, where it covers no data."""
+def title(figure: Figure, text: str) -> None:
+    """What the figure shows, top left; short lines, so that a narrow figure holds them."""
+    columns = int(figure.get_figwidth() * 13)
+    figure.suptitle(textwrap.fill(text, columns), x=0.01, ha="left")
+
+
+def below(figure: Figure, axes: Axes, notes: list[str]) -> None:
+    """Under all panels, where neither covers data: one legend for all of them, then what the reader should know."""
     handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+    columns = max(1, min(len(labels), int(figure.get_figwidth() * 11) // (max(map(len, labels), default=0) + 8)))
+    if len(labels) > 1 or notes:
+        text = "\n".join(textwrap.fill(note, int(figure.get_figwidth() * 15)) for note in notes)
+        legend = figure.legend(
+            handles if len(labels) > 1 else [], labels if len(labels) > 1 else [], loc="outside lower left",
+            ncols=columns, handlelength=3, title=text or None, title_fontproperties={"size": 7.5}, alignment="left",
+        )  # fmt: skip
+        legend.get_title().set_color(GREY)
+
+
+def layer_ticks(axis: Any, labels: Sequence[str]) -> None:
+    """Names of layers along an axis, at most about ten so that none overlap."""
+    every = max(1, -(-len(labels) // 11))
+    places = range(0, len(labels), every)
+    axis.set_ticks(list(places), [labels[place] for place in places])
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
