@@ -168,3 +168,22 @@ def test_rows_and_columns_keep_their_order():
     assert lines[0] == "|  | z ↑ | a ↑ |"
     assert [line.split()[1] for line in lines[2:5]] == ["pissa", "lora", "dora"]
     assert all(a != b for a, b in pairwise(lines))
+
+
+def test_a_label_in_brackets_is_no_option_of_the_line_before():
+    assert escape_latex("[run] *") == "{[}run{]} {*}"
+
+
+def test_a_column_that_is_neither_good_nor_bad_has_no_arrow_and_no_marks():
+    table = tabulate(drawn({"a": 50.0, "b": 30.0}, measure="flips"), [Column("flips", ranked=False)])
+    assert set(marks(table).values()) == {""}
+    assert "| flips |" in markdown(table)
+    assert "arked" not in table.caption
+
+
+def test_a_reference_row_needs_no_seeds():
+    records = [Record("base", 0, {"accuracy": 4.0}), *drawn({"a": 50.0, "b": 30.0})]
+    table = tabulate(records, unranked=["base"])
+    assert "| base | 4.00 |" in markdown(table)
+    assert "n = 5" in table.caption
+    assert marks(table) == {"base": "", "a": "best", "b": ""}

@@ -87,7 +87,7 @@ def notice(axes: Axes, text: str) -> None:
 
 def title(figure: Figure, text: str) -> None:
     """What the figure shows, top left; short lines, so that a narrow figure holds them."""
-    columns = int(figure.get_figwidth() * 13)
+    columns = int(figure.get_figwidth() * 11)
     figure.suptitle(textwrap.fill(text, columns), x=0.01, ha="left")
 
 
@@ -104,9 +104,15 @@ def below(figure: Figure, axes: Axes, notes: list[str]) -> None:
         legend.get_title().set_color(GREY)
 
 
+def from_zero(axes: Axes) -> None:
+    """Let the y axis begin at 0 and end above the highest point with its marker."""
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+
+
 def layer_ticks(axis: Any, labels: Sequence[str]) -> None:
-    """Names of layers along an axis, at most about ten so that none overlap."""
-    every = max(1, -(-len(labels) // 11))
+    """Names of layers along an axis, at most nine so that none overlap."""
+    every = max(1, -(-len(labels) // 9))
     places = range(0, len(labels), every)
     axis.set_ticks(list(places), [labels[place] for place in places])
 

@@ -77,7 +77,7 @@ def loss_curves(runs: Sequence[RunData]) -> Figure | str:
 
 
 def update_norms(runs: Sequence[RunData]) -> Figure | str:
-    """The size of every run's update by layer, FFN projections and the others apart."""
+    """The size of every run's update by layer."""
     measured = {run.name: (run, *read_capacity(run)) for run in runs}
     told = [(run, capacity) for run, capacity, _ in measured.values() if capacity is not None]
     without = [f"{run.name}: {why}" for run, capacity, why in measured.values() if capacity is None]
@@ -85,7 +85,7 @@ def update_norms(runs: Sequence[RunData]) -> Figure | str:
         return "; ".join(without)
     with drawing.look():
         figure, (axes,) = drawing.panels(1, 1, 6.4, 3.8)
-        drawing.title(figure, "Size of the update by layer: ‖ΔW‖ of all adapted modules of the layer together")
+        drawing.title(figure, "Size of the update by layer, all adapted modules together")
         for number, (run, capacity) in enumerate(told):
             labels, norms = layer_norms(capacity)
             style = drawing.stroke(number)
@@ -94,7 +94,7 @@ def update_norms(runs: Sequence[RunData]) -> Figure | str:
                 label=run.name,
             )  # fmt: skip
             drawing.layer_ticks(axes.xaxis, labels)
-        axes.set_ylim(bottom=0)
+        drawing.from_zero(axes)
         axes.set_xlabel("layer")
         axes.set_ylabel("Frobenius norm of s·B·A")
         drawing.below(figure, axes, without if len(told) > 1 else [f"Run: {told[0][0].name}.", *without])

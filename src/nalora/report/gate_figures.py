@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 REGIMES = {"p_sup": "suppressive", "p_res": "responsive", "p_pos": "positive"}
 MASK = {
-    "kept_share": "kept share: channels with mask > 0.5",
-    "stability": "mask change: mean |m_t − m_(t−1)|",
+    "kept_share": "share of channels with m > 0.5",
+    "stability": "change of m in a step, mean |Δm|",
 }
 SCALES = {"scale_gate": "gate", "scale_up": "up", "scale_down": "down"}
 
@@ -36,7 +36,7 @@ def regime_maps(run: RunData) -> Figure | str:
 
 def mask_maps(run: RunData) -> Figure | str:
     """The share of channels that the mask keeps and how much the mask changes, layer × step."""
-    return _maps(run, MASK, f"{run.name}: the channel mask", "")
+    return _maps(run, MASK, f"{run.name}: the channel mask m", "")
 
 
 def step_scales(runs: Sequence[RunData]) -> Figure | str:
@@ -110,7 +110,7 @@ def kappa_figure(run: RunData) -> Figure | str:
             lower.set_xlim(low, high)
         axes[0].set_ylabel("κ(z)")
         axes[len(kinds)].set_ylabel("share of z per bin")
-        beyond = f"z beyond {edges[0]:g} and {edges[-1]:g} are counted in the outermost bins"
+        beyond = f"z beyond ±{edges[-1]:g} are counted in the outermost bins"
         drawing.below(figure, axes[len(kinds)], [f"Histogram{of}; {beyond}. Dashed: bounds of the responsive regime."])
     return figure
 
@@ -134,7 +134,7 @@ def _maps(run: RunData, wanted: Mapping[str, str], title: str, unit: str) -> Fig
             drawing.layer_ticks(each.yaxis, labels)
             bar = figure.colorbar(mesh, ax=each, pad=0.02)
             bar.outline.set_visible(False)
-            bar.set_label(unit)
+            bar.set_label(unit if each is axes[-1] else "")
             each.set_xlabel("step")
         axes[0].set_ylabel("layer")
     return figure
@@ -147,7 +147,7 @@ def _heat_map(axes: Axes, steps: NDArray[np.int64], values: Array) -> Any:
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     # What decays over decades, as the mask's change does, shows nothing on an even scale.
-    decays = low >= 0 and high > 0 and np.nanmedian(values) < high / 20
+    decays = low >= 0 and high > 0 and np.nanmedian(values) < high / 10
     norm = LogNorm(max(low, high / 1e3), high) if decays else Normalize(low, high if high > low else low + 1e-9)
     mesh = axes.pcolormesh(
         _edges(np.asarray(steps, dtype=float)), np.arange(len(values) + 1) - 0.5, values,

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MEASURES = {
-    "flip": ("regime flip rate", "share of z that change regime"),
+    "flip": ("regime flip rate", "share of z"),
     "kappa_drift": ("κ drift", "mean |κ(z′) − κ(z)|"),
-    "suppressive": ("suppressive crossings", "share of z that cross the lower bound"),
+    "suppressive": ("suppressive crossings", "share of z"),
 }
 
 
@@ -33,7 +33,12 @@ def over_training(runs: Sequence[RunData]) -> Figure | str:
     def draw(axes: Axes, run: RunData, table: Array, style: drawing.Stroke) -> None:
         ends = [interval["to"] for interval in _intervals(run)]
         axes.plot(
-            ends, _mean(table, 1), color=style.color, linestyle=style.linestyle, marker=style.marker, label=run.name
+            ends,
+            known_mean(table, 1),
+            color=style.color,
+            linestyle=style.linestyle,
+            marker=style.marker,
+            label=run.name,
         )
 
     title = "Effective-homogeneity diagnostics over training: adjacent checkpoints, mean over layers"
@@ -45,7 +50,7 @@ def by_layer(runs: Sequence[RunData]) -> Figure | str:
 
     def draw(axes: Axes, run: RunData, table: Array, style: drawing.Stroke) -> None:
         axes.plot(
-            np.arange(table.shape[1]), _mean(table, 0), color=style.color, linestyle=style.linestyle,
+            np.arange(table.shape[1]), known_mean(table, 0), color=style.color, linestyle=style.linestyle,
             marker=style.marker, label=run.name,
         )  # fmt: skip
         drawing.layer_ticks(axes.xaxis, layer_labels([str(block.get("name")) for block in _diagnosis(run)["blocks"]]))
@@ -65,6 +70,13 @@ def measure_table(run: RunData, measure: str) -> Array:
     return np.array(rows, dtype=np.float64).reshape(len(rows), width)
 
 
+def known_mean(table: Array, axis: int) -> Array:
+    """The mean of the numbers that are there; NaN, without a warning, where none is."""
+    there = np.isfinite(table)
+    total, count = np.where(there, table, 0).sum(axis=axis), there.sum(axis=axis)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
 def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figure | str:
     told = [run for run in runs if run.diagnosis is not None and _intervals(run)]
     if not told:
@@ -81,7 +93,7 @@ def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figu
                 continue
             for run, table in known:
                 draw(each, run, table, drawing.stroke(told.index(run)))
-            each.set_ylim(bottom=0)
+            drawing.from_zero(each)
             each.set_xlabel(xlabel)
             each.set_ylabel(unit)
         legend = max(axes, key=lambda each: len(each.get_lines()))
@@ -118,10 +130,3 @@ def _diagnosis(run: RunData) -> dict[str, Any]:
 def _intervals(run: RunData) -> list[dict[str, Any]]:
     found = _diagnosis(run).get("intervals") or []
     return [each for each in found if isinstance(each, dict) and {"from", "to"} <= each.keys()]
-
-
-def _mean(table: Array, axis: int) -> Array:
-    """The mean of the numbers that are there; NaN, without a warning, where none is."""
-    there = np.isfinite(table)
-    total, count = np.where(there, table, 0).sum(axis=axis), there.sum(axis=axis)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -38,6 +38,7 @@ class Column:
         title: what the head says; the name where empty.
         lower: whether lower is better; None tells by the name (loss, perplexity, seconds, memory, …).
         scale: what values are multiplied by, 100 for a share in percent.
+        ranked: False for what is neither good nor bad: no arrow, no marks.
         decimals: None gives the largest mean four digits, and no value more than four decimals.
     """
 
@@ -45,6 +46,7 @@ class Column:
     title: str = ""
     lower: bool | None = None
     scale: float = 1.0
+    ranked: bool = True
     decimals: int | None = None
 
     @property
@@ -55,7 +57,8 @@ class Column:
     @property
     def head(self) -> str:
         """The title with the direction that is better."""
-        return f"{self.title or self.measure} {'↓' if self.lower_is_better else '↑'}"
+        arrow = ("↓" if self.lower_is_better else "↑") if self.ranked else ""
+        return f"{self.title or self.measure} {arrow}".strip()
 
 
 @dataclass
@@ -85,20 +88,31 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, one per column, and the sentence that says how to read them."""
+    """Rows of cells, one per column, and the sentences that say how to read them.
+
+    Attributes:
+        seeds: how many every cell has of the rows that are compared; None where they differ.
+        unranked: the rows that are not compared.
+    """
 
     columns: Sequence[Column]
     rows: Mapping[str, Sequence[Cell]]
     caption: str
     seeds: int | None
+    unranked: Collection[str]
 
     def texts(self) -> list[tuple[str, list[tuple[str, Mark]]]]:
         """Every row's label, and the text and mark of its cells."""
         decimals = [_decimals(column, [row[i] for row in self.rows.values()]) for i, column in enumerate(self.columns)]
-        return [
-            (label, [(cell.text(d, self.seeds), cell.mark) for cell, d in zip(cells, decimals, strict=True)])
-            for label, cells in self.rows.items()
-        ]
+        found = []
+        for label, cells in self.rows.items():
+            # A row that is shown for reference, such as the base model, needs no seeds of its own.
+            texts = (
+                cell.text(d, len(cell.values) if label in self.unranked else self.seeds)
+                for cell, d in zip(cells, decimals, strict=True)
+            )
+            found.append((label, list(zip(texts, (cell.mark for cell in cells), strict=True))))
+        return found
 
 
 def tabulate(
@@ -137,16 +151,23 @@ def tabulate(
             cell.values[seed] = measures[column.measure] * column.scale
     undecided = []
     for i, column in enumerate(columns):
+        if not column.ranked:
+            continue
         compared = [cells[i] for label, cells in rows.items() if label not in unranked and math.isfinite(cells[i].mean)]
         _mark(compared, lower=column.lower_is_better)
         if len(compared) > 1 and not any(cell.mark for cell in compared):
             undecided.append(column.title or column.measure)
-    counts = {len(cell.values) for cells in rows.values() for cell in cells if cell.values}
+    counts = {
+        len(cell.values) for label, cells in rows.items() if label not in unranked for cell in cells if cell.values
+    }
     seeds = counts.pop() if len(counts) == 1 else None
-    sentences = [title, _count(rows, seeds), _legend(rows, columns, undecided)]
-    if any(label in unranked for label in rows):
-        sentences.append("Not compared: " + ", ".join(label for label in rows if label in unranked) + ".")
-    return Table(columns, rows, " ".join(filter(None, sentences)), seeds)
+    sentences = [title, _count(rows, seeds)]
+    if any(column.ranked for column in columns):
+        compared_rows = {label: cells for label, cells in rows.items() if label not in unranked}
+        sentences.append(_legend(compared_rows, columns, undecided))
+        if len(compared_rows) < len(rows):
+            sentences.append("Not compared: " + ", ".join(label for label in rows if label in unranked) + ".")
+    return Table(columns, rows, " ".join(filter(None, sentences)), seeds, unranked)
 
 
 def markdown(table: Table) -> str:
@@ -247,6 +268,8 @@ def _decimals(column: Column, cells: Sequence[Cell]) -> int:
 _LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     **{c: f"\\{c}" for c in "&%$#_{}"},
+    # After a row's end LaTeX takes a bracket or a star for an option of it.
+    "[": "{[}", "]": "{]}", "*": "{*}",
     "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     "±": r"$\pm$", "×": r"$\times$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "≤": r"$\leq$", "≥": r"$\geq$",
     "φ": r"$\phi$", "κ": r"$\kappa$", "χ": r"$\chi$", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$",
