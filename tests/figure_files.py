@@ -21,10 +21,15 @@ def check_files(files, must_say=()):
         assert len(image.convert("L").getcolors()) > 5
     assert 5_000 < png.stat().st_size < 1_000_000
     assert svg.stat().st_size < 3_000_000
-    root = ElementTree.parse(svg).getroot()
-    assert root.tag == f"{SVG}svg"
-    said = " ".join("".join(each.itertext()) for each in root.iter(f"{SVG}text"))
+    said = " ".join(svg_words(svg))
     assert all(word in said for word in must_say), said
+
+
+def svg_words(file):
+    """Every text of an SVG file."""
+    root = ElementTree.parse(file).getroot()
+    assert root.tag == f"{SVG}svg"
+    return ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
 
 
 def texts(figure):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from figure_files import check_files, texts
+from figure_files import check_files, svg_words, texts
 
 from nalora.activations import KNOWN, get
 from nalora.own_activation import own
@@ -73,3 +75,20 @@ def test_an_own_activation_is_drawn_with_its_numerically_found_points():
 def test_the_same_drawing_is_the_same_file(tmp_path):
     first, again = (draw_activation(get("mish"), tmp_path / name) for name in "ab")
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in again]
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda each: each.name)
+def test_the_page_about_activations_has_the_points(known):
+    page = (Path(__file__).parents[2] / "docs" / "activations.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{known.name}`")]
+    points = known.characteristic_points
+    shown = [f"{point:+.9f}".replace("-", "−") for point in points] if points else ["–", "–"]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == shown
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_the_pages_drawings_are_of_today(name, tmp_path):
+    """By their words: coordinates may differ in the last digit between versions of matplotlib."""
+    kept = Path(__file__).parents[2] / "docs" / "figures" / f"{name}.svg"
+    drawn = draw_activation(get(name), tmp_path)[1]
+    assert svg_words(kept) == svg_words(drawn)
