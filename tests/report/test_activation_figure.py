@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from figure_files import check_files, svg_words, texts
 
 from nalora.activations import KNOWN, get
+from nalora.errors import NALoRAError
 from nalora.own_activation import own
 from nalora.report.activation_figure import activation_figure, draw_activation
 
@@ -92,3 +94,9 @@ def test_the_pages_drawings_are_of_today(name, tmp_path):
     kept = Path(__file__).parents[2] / "docs" / "figures" / f"{name}.svg"
     drawn = draw_activation(get(name), tmp_path)[1]
     assert svg_words(kept) == svg_words(drawn)
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(NALoRAError, match=r'pip install "nalora\[report\]"'):
+        draw_activation(get("silu"), tmp_path)

@@ -249,3 +249,60 @@ def test_strokes_differ_without_colour_too():
     many = [stroke(number) for number in range(32)]
     assert len({(each.color, str(each.linestyle)) for each in many}) == 32
     assert len({str(each.linestyle) for each in many[: len(COLOURS)]}) == len(COLOURS)
+
+
+@pytest.mark.parametrize(
+    "draw", [figures.loss_curves, figures.update_norms, gate_figures.step_scales, paper_figures.by_layer]
+)
+def test_ten_runs_with_long_names_cover_nothing_and_are_not_cut(tmp_path, draw):
+    for i in range(10):
+        write_run(tmp_path, name=f"llama-3.1-8b-math-na-lora-update-seed-{i}", layers=12, seed=i, gates=i > 1)
+    runs = read_runs([tmp_path])
+    figure = draw(runs)
+    alone = draw(runs[-1:])
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    for each in (figure, alone):
+        with look():
+            FigureCanvasAgg(each).draw()
+        whole = each.bbox
+        (legend,) = [child.get_window_extent() for child in each.legends] if each.legends else [None]
+        title = each._suptitle.get_window_extent()
+        for axes in each.axes:
+            box = axes.get_tightbbox()
+            assert whole.x0 - 1 <= box.x0 < box.x1 <= whole.x1 + 1
+            assert box.y1 <= title.y0 + 1
+            assert legend is None or box.y0 >= legend.y1 - 1
+            assert axes.get_window_extent().height > 120
+        assert legend is None or legend.x1 <= whole.x1
+        assert title.x1 <= whole.x1
+
+
+def test_one_sentence_for_the_same_reason(tmp_path, runs):
+    bare = [write_run(tmp_path / "more", name=name, method="lora", gates=False) for name in ("a", "b")]
+    figure = gate_figures.step_scales([*read_runs(bare), runs[1]])
+    said = " ".join(texts(figure)).replace("\n", " ")
+    assert "a, b: lora does not steer gates" in said
+
+
+def test_an_unknown_activation_keeps_its_histogram(tmp_path):
+    path = write_run(tmp_path, layers=2)
+    diagnosis = json.loads((path / "diagnosis.json").read_text())
+    diagnosis["blocks"][1]["activation"] = "weird"
+    write(path / "diagnosis.json", diagnosis)
+    figure = no_empty_axes(gate_figures.kappa_figure(read_run(path)))
+    assert any("no formula for κ of weird" in text.replace("\n", " ") for text in texts(figure))
+    counts = np.array(diagnosis["histogram"]["counts"])
+    for column, axes in enumerate(figure.axes[2:4]):
+        shown = axes.patches[0].get_data().values
+        np.testing.assert_allclose(shown, counts[0, column] / counts[0, column].sum())
+
+
+@pytest.mark.parametrize(("name", "upper"), [("silu≤7", 7.0), ("gelu", np.inf), ("swish", np.inf)])
+def test_clamped_activations_are_known_by_their_name(name, upper):
+    assert gate_figures.named_activation(name).upper == upper
+
+
+@pytest.mark.parametrize("name", ["weird", "silu≤x", "silu≤-1", ""])
+def test_other_names_are_not(name):
+    assert gate_figures.named_activation(name) is None

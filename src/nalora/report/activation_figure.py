@@ -49,7 +49,7 @@ def activation_figure(activation: Activation) -> Figure:
             axes.set_ylim(*_limits(z.numpy(), list(drawn.values())[:2]))
             height = float(np.ptp(axes.get_ylim()))
             for (label, values), colour, dashes in zip(drawn.items(), colours, drawing.DASHES, strict=False):
-                axes.plot(*_broken(z.numpy(), values, height), color=colour, linestyle=dashes, label=label)
+                axes.plot(*drawing.broken(z.numpy(), values, height), color=colour, linestyle=dashes, label=label)
             axes.axhline(0, color=drawing.GREY, linewidth=0.7, zorder=1)
             _shade(axes, activation, reach)
         upper.set_ylabel("value")
@@ -109,12 +109,3 @@ def _limits(z: Array, curves: list[Array]) -> tuple[float, float]:
     low, high = min(low, 0.0), max(high, 0.0)
     margin = 0.08 * (high - low or 1.0)
     return float(low - margin), float(high + margin)
-
-
-def _broken(z: Array, values: Array, height: float) -> tuple[Array, Array]:
-    """A gap where the curve jumps (ReLU's κ) or passes a pole, where a line would show a slope that is none."""
-    steps = np.abs(np.diff(values, prepend=np.nan, append=np.nan))
-    around = np.fmax(steps[:-2], steps[2:])
-    sudden = (steps[1:-1] > 0.02 * height) & (steps[1:-1] > 10 * around)
-    jumps = np.flatnonzero(sudden | (steps[1:-1] > height / 2)) + 1
-    return np.insert(z, jumps, z[jumps]), np.insert(values, jumps, np.nan)

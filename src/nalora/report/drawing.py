@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nalora.errors import NALoRAError
 
@@ -19,6 +22,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A5A00", "#0
 DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)), (0, (3, 1, 1, 1)))
 MARKERS = "os^Dvp*X"
 GREY = "#666666"
+Array = NDArray[np.float64]
 _STYLE: dict[str, Any] = {
     "figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 100, "savefig.dpi": 160,
     "font.family": "DejaVu Sans", "font.size": 9,
@@ -91,17 +95,42 @@ def title(figure: Figure, text: str) -> None:
     figure.suptitle(textwrap.fill(text, columns), x=0.01, ha="left")
 
 
-def below(figure: Figure, axes: Axes, notes: list[str]) -> None:
-    """Under all panels, where neither covers data: one legend for all of them, then what the reader should know."""
+def below(figure: Figure, axes: Axes, notes: Sequence[str]) -> None:
+    """Under all panels, where neither covers data: what the reader should know, then one legend for all of them.
+
+    The figure grows by what that takes, so that the panels keep their height however many runs there are.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(len(labels), int(figure.get_figwidth() * 11) // (max(map(len, labels), default=0) + 8)))
-    if len(labels) > 1 or notes:
-        text = "\n".join(textwrap.fill(note, int(figure.get_figwidth() * 15)) for note in notes)
+    if len(labels) < 2:
+        handles, labels = [], []
+    width = figure.get_figwidth()
+    columns = max(1, min(len(labels), int(width * 13) // (max(map(len, labels), default=0) + 8)))
+    lines = [line for note in notes for line in textwrap.wrap(note, int(width * 15), break_on_hyphens=False)]
+    if labels or lines:
         legend = figure.legend(
-            handles if len(labels) > 1 else [], labels if len(labels) > 1 else [], loc="outside lower left",
-            ncols=columns, handlelength=3, title=text or None, title_fontproperties={"size": 7.5}, alignment="left",
+            handles, labels, loc="outside lower left", ncols=columns, handlelength=3, alignment="left",
+            title="\n".join(lines) or None, title_fontproperties={"size": 7.5},
         )  # fmt: skip
         legend.get_title().set_color(GREY)
+        rows = -(-len(labels) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.17 * rows + 0.14 * len(lines) + 0.15)
+
+
+def gathered(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """One sentence for all names with the same reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names.setdefault(reason, []).append(name)
+    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
+
+
+def broken(z: Array, values: Array, height: float) -> tuple[Array, Array]:
+    """A gap where the curve jumps (ReLU's κ) or passes a pole, where a line would show a slope that is none."""
+    steps = np.abs(np.diff(values, prepend=np.nan, append=np.nan))
+    around = np.fmax(steps[:-2], steps[2:])
+    sudden = (steps[1:-1] > 0.02 * height) & (steps[1:-1] > 10 * around)
+    jumps = np.flatnonzero(sudden | (steps[1:-1] > height / 2)) + 1
+    return np.insert(z, jumps, z[jumps]), np.insert(values, jumps, np.nan)
 
 
 def from_zero(axes: Axes) -> None:

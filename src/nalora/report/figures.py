@@ -55,7 +55,7 @@ def loss_curves(runs: Sequence[RunData]) -> Figure | str:
     if not told:
         return "no run logged a loss"
     with drawing.look():
-        figure, (axes,) = drawing.panels(1, 1, 6.4, 3.8)
+        figure, (axes,) = drawing.panels(1, 1, 6.4, 3.4)
         drawing.title(figure, "Training loss")
         smoothed = 0
         for number, (run, steps, losses) in enumerate(told):
@@ -71,20 +71,22 @@ def loss_curves(runs: Sequence[RunData]) -> Figure | str:
         if smoothed:
             notes.append(f"Pale: every logged step. Line: running mean over {smoothed} logged steps.")
         shown = [run for run, _, _ in told]
-        notes += [f"{run.name}: {run.missing.get('metrics', 'no loss')}" for run in runs if run not in shown]
+        notes += drawing.gathered(
+            (run.name, run.missing.get("metrics", "it logged no loss")) for run in runs if run not in shown
+        )
         drawing.below(figure, axes, notes)
     return figure
 
 
 def update_norms(runs: Sequence[RunData]) -> Figure | str:
     """The size of every run's update by layer."""
-    measured = {run.name: (run, *read_capacity(run)) for run in runs}
-    told = [(run, capacity) for run, capacity, _ in measured.values() if capacity is not None]
-    without = [f"{run.name}: {why}" for run, capacity, why in measured.values() if capacity is None]
+    measured = [(run, *read_capacity(run)) for run in runs]
+    told = [(run, capacity) for run, capacity, _ in measured if capacity is not None]
+    without = drawing.gathered((run.name, why) for run, capacity, why in measured if capacity is None)
     if not told:
         return "; ".join(without)
     with drawing.look():
-        figure, (axes,) = drawing.panels(1, 1, 6.4, 3.8)
+        figure, (axes,) = drawing.panels(1, 1, 6.4, 3.4)
         drawing.title(figure, "Size of the update by layer, all adapted modules together")
         for number, (run, capacity) in enumerate(told):
             labels, norms = layer_norms(capacity)

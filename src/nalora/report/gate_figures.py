@@ -43,9 +43,9 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
     """A panel for each projection: every run's mean over layers, and the range of its layers."""
     told = [run for run in runs if run.gates is not None and any(_told(run.gates.columns, name) for name in SCALES)]
     if not told:
-        return "; ".join(f"{run.name}: {run.missing.get('gates', 'no step scales were recorded')}" for run in runs)
+        return "; ".join(drawing.gathered((run.name, _why_no_gates(run)) for run in runs))
     with drawing.look():
-        figure, axes = drawing.panels(1, 3, 9, 3.2, sharey=True)
+        figure, axes = drawing.panels(1, 3, 9, 2.7, sharey=True)
         drawing.title(figure, "Step scale of each projection: mean over layers, and the range of the layers")
         for each, (name, projection) in zip(axes, SCALES.items(), strict=True):
             each.axhline(1, color=drawing.GREY, linewidth=0.8)
@@ -69,7 +69,7 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
             each.set_title(projection)
             each.set_xlabel("step")
         axes[0].set_ylabel("step scale (1 = plain LoRA)")
-        notes = [f"{run.name}: {run.missing.get('gates', 'no step scales')}" for run in runs if run not in told]
+        notes = drawing.gathered((run.name, _why_no_gates(run)) for run in runs if run not in told)
         drawing.below(figure, axes[0], notes if len(told) > 1 else [f"Run: {told[0].name}.", *notes])
     return figure
 
@@ -87,7 +87,7 @@ def kappa_figure(run: RunData) -> Figure | str:
     for place, block in enumerate(diagnosis["blocks"]):
         kinds.setdefault(str(block.get("activation")), []).append(place)
     with drawing.look():
-        figure, axes = drawing.panels(2, len(kinds), max(6.4, 4.5 * len(kinds)), 4.8, sharex="col")
+        figure, axes = drawing.panels(2, len(kinds), max(6.4, 4.5 * len(kinds)), 4.2, sharex="col")
         probe = diagnosis.get("probe") or {}
         of = f" of {probe['tokens']:,} tokens of {probe.get('task')}" if isinstance(probe.get("tokens"), int) else ""
         drawing.title(figure, f"{run.name}: κ where the gates are")
@@ -95,18 +95,18 @@ def kappa_figure(run: RunData) -> Figure | str:
             upper, lower = axes[column], axes[column + len(kinds)]
             bounds = diagnosis["blocks"][places[0]]
             low, high = _histogram(lower, edges, counts[:, places].sum(axis=1), histogram["steps"])
-            _kappa(upper, name, low, high)
+            drawn = _kappa(upper, name, low, high)
             thresholds = [bounds.get("lower"), bounds.get("upper")]
-            for each in (upper, lower):
+            for each in (upper, lower) if drawn else (lower,):
                 for z in thresholds:
                     if z is not None:
                         each.axvline(z, color="#333333", linewidth=0.9, linestyle=(0, (4, 3)))
             if None not in thresholds:
-                names = upper.secondary_xaxis("top")
+                names = (upper if drawn else lower).secondary_xaxis("top")
                 names.set_xticks(thresholds, [f"{z:+.4f}".replace("-", "−") for z in thresholds], fontsize=8)
                 names.spines["top"].set_visible(False)
                 names.tick_params(length=0)
-            lower.set_xlabel(f"z, gate pre-activation ({len(places)} layers)")
+            lower.set_xlabel(f"z, gate pre-activation ({len(places)} layer{'s' * (len(places) > 1)})")
             lower.set_xlim(low, high)
         axes[0].set_ylabel("κ(z)")
         axes[len(kinds)].set_ylabel("share of z per bin")
@@ -118,7 +118,7 @@ def kappa_figure(run: RunData) -> Figure | str:
 def _maps(run: RunData, wanted: Mapping[str, str], title: str, unit: str) -> Figure | str:
     gates = run.gates
     if gates is None:
-        return run.missing.get("gates", "no gates were recorded")
+        return _why_no_gates(run)
     if not any(_told(gates.columns, name) for name in wanted):
         return "gates.jsonl has no numbers for " + ", ".join(wanted)
     labels = layer_labels(gates.blocks)
@@ -138,6 +138,10 @@ def _maps(run: RunData, wanted: Mapping[str, str], title: str, unit: str) -> Fig
             each.set_xlabel("step")
         axes[0].set_ylabel("layer")
     return figure
+
+
+def _why_no_gates(run: RunData) -> str:
+    return run.missing.get("gates", "no numbers of these were recorded")
 
 
 def _heat_map(axes: Axes, steps: NDArray[np.int64], values: Array) -> Any:
@@ -185,18 +189,21 @@ def _histogram(axes: Axes, edges: Array, counts: Array, steps: Sequence[int]) ->
 
 
 @torch.no_grad()
-def _kappa(axes: Axes, name: str, low: float, high: float) -> None:
+def _kappa(axes: Axes, name: str, low: float, high: float) -> bool:
+    """Draw κ; False, with a notice in its place, where nalora knows no formula."""
     axes.set_title(name)
     activation = named_activation(name)
     if activation is None:
         drawing.notice(axes, f"nalora has no formula for κ of {name}.")
-        return
+        return False
     z = torch.linspace(low, high, 801, dtype=torch.float64)
-    kappa = activation.kappa(z)
-    axes.plot(z.numpy(), kappa.numpy(), color="black", label="κ(z)")
-    axes.axhline(0, color=drawing.GREY, linewidth=0.7)
+    kappa = activation.kappa(z).numpy()
     # Far left κ falls without bound and would press the part that matters flat.
-    axes.set_ylim(max(-4.0, float(kappa.min())) - 0.2, float(kappa.max()) + 0.2)
+    bottom, top = max(-4.0, float(kappa.min())) - 0.2, float(kappa.max()) + 0.2
+    axes.plot(*drawing.broken(z.numpy(), kappa, top - bottom), color="black", label="κ(z)")
+    axes.axhline(0, color=drawing.GREY, linewidth=0.7)
+    axes.set_ylim(bottom, top)
+    return True
 
 
 def named_activation(name: str) -> Activation | None:

@@ -80,9 +80,9 @@ def known_mean(table: Array, axis: int) -> Array:
 def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figure | str:
     told = [run for run in runs if run.diagnosis is not None and _intervals(run)]
     if not told:
-        return "; ".join(f"{run.name}: {_why_none(run)}" for run in runs)
+        return "; ".join(drawing.gathered((run.name, _why_none(run)) for run in runs))
     with drawing.look():
-        figure, axes = drawing.panels(1, 3, 9, 3.3)
+        figure, axes = drawing.panels(1, 3, 9, 2.7)
         drawing.title(figure, title)
         for each, (measure, (name, unit)) in zip(axes, MEASURES.items(), strict=True):
             each.set_title(name)
@@ -97,7 +97,8 @@ def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figu
             each.set_xlabel(xlabel)
             each.set_ylabel(unit)
         legend = max(axes, key=lambda each: len(each.get_lines()))
-        drawing.below(figure, legend, [*_notes(told), *(f"{r.name}: {_why_none(r)}" for r in runs if r not in told)])
+        missing = drawing.gathered((run.name, _why_none(run)) for run in runs if run not in told)
+        drawing.below(figure, legend, [*_notes(told), *missing])
     return figure
 
 
