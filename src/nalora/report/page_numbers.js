@@ -36,7 +36,7 @@ const colour = (index) => RUN_COLOURS[theme()][index % 8];
 // Runs beyond the eighth repeat a colour with another line.
 const dash = (index) => DASHES[Math.floor(index / 8) % 4];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const SEQUENTIAL = "Cividis";
+const SEQUENTIAL = "Viridis";
 const diverging = () =>
   theme() === "dark"
     ? [[0, "#6db3f2"], [0.5, "#23282f"], [1, "#f5a54a"]]

@@ -16,10 +16,11 @@ function lacking(indices, topic) {
 
 function lines(indices, pick, layout, options = {}) {
   if (!indices.length) return { missing: NO_RUN };
-  const traces = [], legend = [];
+  const traces = [], legend = [], without = [];
+  let bold = false;
   for (const i of indices) {
     const xy = pick(runs[i]);
-    if (!xy || !xy.x.length) continue;
+    if (!xy || !xy.x.length) { without.push(i); continue; }
     const line = { color: colour(i), dash: dash(i), width: 2 };
     const mode = xy.x.length < 3 || options.markers ? "lines+markers" : "lines";
     const soft = options.smooth ? smoothed(xy.y) : null;
@@ -28,14 +29,20 @@ function lines(indices, pick, layout, options = {}) {
       opacity: soft ? 0.45 : 1,
       hovertemplate: `${options.along || "step"} %{x}<br>${options.what || "value"} %{y:.5~g}<extra>%{fullData.name}</extra>`,
     });
+    bold = bold || Boolean(soft);
     if (soft) traces.push({ type: "scatter", mode: "lines", x: xy.x, y: soft, name: `${runs[i].name}, smoothed`, line, hoverinfo: "skip" });
     legend.push(i);
   }
   if (!traces.length) return { missing: lacking(indices, options.topic) };
-  return { traces, layout, legend: runLegend(legend), height: options.height };
+  const notes = without.map((i) => `Not shown, ${runs[i].name}: ${runs[i].missing[options.topic] || "it has none."}`);
+  for (const i of legend) {
+    const { logged, x } = pick(runs[i]);
+    if (logged > x.length) notes.push(`${runs[i].name}: ${x.length.toLocaleString("en")} of ${logged.toLocaleString("en")} logged steps.`);
+  }
+  return { traces, layout, legend: runLegend(legend), height: options.height, note: notes.join(" "), about: bold ? "Bold: a running mean." : "" };
 }
 
-const metric = (run, name) => ({ x: numbers(run.metrics[name].x), y: numbers(run.metrics[name].y) });
+const metric = (run, name) => ({ x: numbers(run.metrics[name].x), y: numbers(run.metrics[name].y), logged: run.metrics[name].logged });
 const steps_axis = { xaxis: { title: { text: "step" } } };
 
 function loss() {
@@ -156,6 +163,7 @@ function curve() {
     const middle = range(edges.length - 1).map((k) => (edges[k] + edges[k + 1]) / 2);
     hist.steps.forEach((step, k) => {
       const counts = (hist.counts[k] || [])[row] || [];
+      if (!counts.length) return;
       const total = counts.reduce((a, b) => a + b, 0) || 1;
       const paint = k ? colour(1) : colour(0);
       traces.push({

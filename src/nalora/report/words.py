@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -83,7 +84,7 @@ def _cost(run: RunData) -> list[str]:
     hardware = str(run.environment.get("device", "–"))
     threads = run.environment.get("cpu_threads")
     if not run.environment.get("devices") and threads:
-        hardware += f" CPU, {threads} threads"
+        hardware += f" CPU, {threads} thread{'' if threads == 1 else 's'}"
     return [
         _count(steps) + ("" if run.result else " so far"),
         duration(seconds),
@@ -120,8 +121,8 @@ def repeat(runs: Sequence[RunData]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     differ = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1 and key != "output"]
     if len(runs) > 1 and differ:
-        rows = [[run.name, *(_value(run.settings.get(key)) for key in differ)] for run in runs]
-        parts.append(table(["run", *differ], rows, caption="What the runs differ in"))
+        rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in differ]
+        parts.append(table(["setting", *(run.name for run in runs)], rows, caption="What the runs differ in"))
     for number, run in enumerate(runs):
         command = f"nalora train {run.path}/run.yaml output={run.path}-again"
         made = run.environment.get("command")
@@ -168,12 +169,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
 
 def items(sentences: Iterable[str]) -> str:
     """Sentences as a list."""
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+    return "<ul>" + "".join(f"<li>{_with_code(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def notes(sentences: Iterable[str]) -> str:
     """Sentences that stand where a thing is missing."""
-    return "".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences)
+    return "".join(f'<p class="note">{_with_code(sentence)}</p>' for sentence in sentences)
+
+
+def _with_code(sentence: str) -> str:
+    """Escaped, with `commands` set as such."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _value(value: Any) -> str:
