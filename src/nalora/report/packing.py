@@ -28,10 +28,15 @@ def largest(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
     return np.sort(np.argsort(-values, kind="stable")[:most])
 
 
+def plain(value: float, digits: int = 6) -> float:
+    """Rounded; what rounding errors left of a zero is one."""
+    return 0.0 if abs(value) < 1e-12 else float(f"{value:.{digits}g}")
+
+
 def finite(value: Any) -> Any:
     """A JSON value without NaN and infinities, which JavaScript's reader refuses; numbers to 6 digits."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return plain(value) if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -40,8 +40,8 @@ function makeControls() {
     choice.append(element("label", { for: `run-${i}` }, box, swatch, run.name));
   });
   choice.hidden = runs.length < 2;
-  const withGates = runs.findIndex((run) => run.gates || run.diagnosis);
-  state.detail = Math.max(0, withGates);
+  const most = [(run) => run.gates, (run) => run.diagnosis, (run) => run.capacity].map((has) => runs.findIndex(has));
+  state.detail = Math.max(0, most.find((i) => i >= 0) ?? 0);
   const listen = (id, set) => document.getElementById(id).addEventListener("change", (event) => { set(event.target.value); changed(); });
   options(document.getElementById("detail"), runs.map((run) => run.name), range(runs.length));
   document.getElementById("detail").value = state.detail;
@@ -128,7 +128,7 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
-  redraw();
+  if (window.Plotly) redraw();
 }
 
 function start() {
@@ -151,8 +151,13 @@ function start() {
   for (const section of document.querySelectorAll("main > section:not([hidden])")) {
     list.append(element("li", {}, element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   }
-  for (const chart of charts) watcher.observe(chart.box);
   changed();
+  // Words and tables first: reading 5 MB of plotly takes half a second, and more on a busy machine.
+  requestAnimationFrame(() => setTimeout(() => {
+    document.head.append(element("script", {}, document.getElementById("plotly").textContent));
+    for (const chart of charts) watcher.observe(chart.box);
+    if (printing) redraw();
+  }));
 }
 
 async function copy(button) {

@@ -33,8 +33,8 @@ const RUN_COLOURS = {
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const theme = () => (printing ? "light" : document.documentElement.dataset.theme);
 const colour = (index) => RUN_COLOURS[theme()][index % 8];
-// Runs beyond the eighth repeat a colour with another line.
-const dash = (index) => DASHES[Math.floor(index / 8) % 4];
+// Lines differ too: two runs that coincide both show, and beyond the eighth a colour comes back with another line.
+const dash = (index) => DASHES[(index + Math.floor(index / 8)) % 4];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const SEQUENTIAL = "Viridis";
 const diverging = () =>

@@ -25,7 +25,7 @@ function lines(indices, pick, layout, options = {}) {
     const mode = xy.x.length < 3 || options.markers ? "lines+markers" : "lines";
     const soft = options.smooth ? smoothed(xy.y) : null;
     traces.push({
-      type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1 } : line,
+      type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1, dash: "solid" } : line,
       opacity: soft ? 0.45 : 1,
       hovertemplate: `${options.along || "step"} %{x}<br>${options.what || "value"} %{y:.5~g}<extra>%{fullData.name}</extra>`,
     });
@@ -78,7 +78,7 @@ function answered(task, measure) {
       };
     });
     const spoken = rows.map((r) => `${r.name} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
-    const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", autorange: "reversed" }, margin: { l: 90 } };
+    const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
     return { traces, layout, spoken, height: 90 + 34 * rows.length };
   };
 }
@@ -213,5 +213,10 @@ function movedLayer() {
     return extent(y) ? { x: run.diagnosis.ends.map((e) => e[1]), y } : null;
   }, { xaxis: { title: { text: "up to step" } }, yaxis: { title: { text: words }, rangemode: "tozero" } },
   { markers: true, what: words, topic: "diagnosis" });
-  return { ...figure, title: `Layer ${state.layer}: ${words}` };
+  const found = detail().diagnosis;
+  const row = found ? found.labels.indexOf(state.layer) : -1;
+  const [sum, ends] = ["cumulative", "first_to_last"].map((key) => row >= 0 && found[key][state.measure] && found[key][state.measure][row]);
+  const about = typeof sum === "number" && typeof ends === "number"
+    ? `${detail().name}: ${shown(sum, 4)} summed over the intervals, ${shown(ends, 4)} from the first to the last.` : "";
+  return { ...figure, about, title: `Layer ${state.layer}: ${words}` };
 }

@@ -95,11 +95,10 @@ def _metric(run: RunData, name: str, most: int) -> dict[str, Any]:
 def _scores(summary: dict[str, Any]) -> dict[str, Any]:
     """Every measure with its interval; the loss of the right answers under the name it has in a table."""
     scores = {}
-    measures = summary.get("measures")
-    for name, measured in (measures if isinstance(measures, dict) else {}).items():
+    for name, measured in summary["measures"].items():
         interval = measured.get("binomial") or measured.get("bootstrap")
         scores[name] = {"value": finite(measured.get("value")), "interval": finite(interval)}
-    if isinstance(loss := summary.get("target_loss"), dict):
+    if loss := summary["target_loss"]:
         scores["loss of the answers"] = {"value": finite(loss.get("value")), "interval": finite(loss.get("bootstrap"))}
     return {"examples": summary.get("examples"), "scores": scores, "chance": finite(summary.get("chance") or {})}
 
@@ -121,7 +120,7 @@ def _curves(run: RunData) -> dict[str, Any]:
     """κ of every activation that the run's gates have, by name; without the curves of those nalora does not know."""
     names = set(run.gates.activations if run.gates else ())
     for source in (run.diagnosis, run.mismatch):
-        names |= {str(block.get("activation")) for block in (source or {}).get("blocks", ()) if isinstance(block, dict)}
+        names |= {str(block.get("activation")) for block in (source or {}).get("blocks", ())}
     curves = {}
     z = torch.linspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
     for name in sorted(names):
@@ -140,9 +139,7 @@ def _diagnosis(run: RunData, capacity: Capacity | None, most_channels: int) -> d
     found = run.diagnosis
     if found is None:
         return None
-    blocks = [block for block in found["blocks"] if isinstance(block, dict)]
-    intervals = [each for each in found["intervals"] if isinstance(each, dict)]
-    histogram = found.get("histogram")
+    blocks, intervals = found["blocks"], found["intervals"]
     return {
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         "activations": [str(block.get("activation")) for block in blocks],
@@ -152,7 +149,7 @@ def _diagnosis(run: RunData, capacity: Capacity | None, most_channels: int) -> d
         "measures": {name: packed(_by_block(intervals, name, len(blocks))) for name in MEASURES},
         "first_to_last": {name: finite((found.get("first_to_last") or {}).get(name)) for name in MEASURES},
         "cumulative": {name: finite((found.get("cumulative") or {}).get(name)) for name in MEASURES},
-        "histogram": finite(histogram) if isinstance(histogram, dict) and histogram.get("counts") else None,
+        "histogram": finite(found["histogram"]),
         "channels": channel_measures(run, [str(block.get("name")) for block in blocks], capacity, most_channels),
     }  # fmt: skip
 
@@ -160,7 +157,7 @@ def _diagnosis(run: RunData, capacity: Capacity | None, most_channels: int) -> d
 def _mismatch(found: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    blocks = [block for block in found["blocks"] if isinstance(block, dict)]
+    blocks = found["blocks"]
     return {
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         **{key: finite(found.get(key)) for key in ("target", "energy", "share", "bound", "mask", "top_channels")},

@@ -40,7 +40,9 @@ def answers(runs: Sequence[RunData]) -> str:
             adapted = run.evaluations.get(task, {}).get("adapted")
             if adapted is not None:
                 rows.append([run.name, *_cells(adapted, measures)])
-        tables.append(table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval"))
+        tables.append(
+            table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval", numbers=True)
+        )
     without = [f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing]
     return "".join(tables) + notes(without)
 
@@ -70,7 +72,7 @@ def costs(runs: Sequence[RunData]) -> str:
         "trained parameters",
         "on",
     ]
-    return table(columns, [[run.name, *_cost(run)] for run in runs])  # fmt: skip
+    return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)  # fmt: skip
 
 
 def _cost(run: RunData) -> list[str]:
@@ -90,7 +92,7 @@ def _cost(run: RunData) -> list[str]:
         duration(seconds),
         per_step,
         _target_tokens_per_second(run, steps, seconds) if timed else "–",
-        f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured on a CPU",
+        f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured",
         _count(result.get("trainable_parameters")),
         hardware,
     ]
@@ -152,7 +154,7 @@ def notices(runs: Sequence[RunData]) -> str:
     return items(sentences) if sentences else "<p>Nothing is missing or damaged.</p>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, numbers: bool = False) -> str:
     """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(
@@ -160,9 +162,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
         for first, *rest in rows
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    kind = ' class="numbers"' if numbers else ""
     label = escape(caption or "table: " + ", ".join(columns[:3]), quote=True)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>{title}'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table{kind}>{title}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
