@@ -47,11 +47,13 @@ def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
         if (run.path / "model").is_dir() or run.method == "full":
             return None, "This run trained the model itself; there is no adapter whose update could be measured."
         return None, "No adapter was saved yet, so the size of its update is not known."
+    from safetensors import SafetensorError
+
     try:
         measured, config = _measure(folder)
         dora = "DoRA also rescales every column; only its s·B·A is measured here." if config.get("use_dora") else ""
         return measured, dora
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
         return None, f"The adapter cannot be read ({type(error).__name__}), so the size of its update is not known."
 
 

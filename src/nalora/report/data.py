@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nalora.errors import NALoRAError
+from nalora.report.cleaning import clean_diagnosis, clean_mismatch, clean_summary
 from nalora.report.gates import Gates, read_gates
 from nalora.training.folder import RunFolder
 
+Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
 # In the order in which the sections of a report ask for them.
 TOPICS = ("result", "metrics", "evaluations", "gates", "diagnosis", "mismatch")
 
@@ -26,7 +27,7 @@ class RunData:
 
     Attributes:
         path: the folder.
-        name: the folder's name, with its parents' where two runs share it.
+        name: the folder's name, with its parents' where two of the runs read together share it.
         settings: run.yaml; empty where that cannot be read.
         environment: versions, hardware, the command.
         result: what the run came to; None while it is going, or after a kill.
@@ -104,10 +105,10 @@ def read_run(path: str | Path) -> RunData:
     gates = read_gates(path / "gates.jsonl", notices)
     if gates is None:
         missing["gates"] = _why_no_gates(path, settings)
-    diagnosis = _read_versioned(path / "diagnosis.json", ("blocks", "steps", "intervals"), notices)
+    diagnosis = _read_clean(path / "diagnosis.json", clean_diagnosis, notices)
     if diagnosis is None:
         missing["diagnosis"] = f"No diagnosis yet: `nalora diagnose {path}` measures how the gates moved."
-    mismatch = _read_versioned(path / "mismatch.json", ("blocks", "energy", "share"), notices)
+    mismatch = _read_clean(path / "mismatch.json", clean_mismatch, notices)
     if mismatch is None:
         missing["mismatch"] = f"No target to compare with: `nalora diagnose {path} --against TARGET` makes one."
     evaluations = _read_evaluations(folder.evaluations, notices)
@@ -177,19 +178,13 @@ def _runs_below(path: Path) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, lengthened by parents until no two are the same."""
+    """Folder names, all lengthened by parents until no two are the same."""
     parts = [path.resolve().parts[1:] for path in paths]
-    taken = [1] * len(paths)
-    while True:
-        names = ["/".join(each[-count:]) for each, count in zip(parts, taken, strict=True)]
-        again = {name for name, count in Counter(names).items() if count > 1}
-        longer = [
-            min(count + 1, len(each)) if name in again else count
-            for name, count, each in zip(names, taken, parts, strict=True)
-        ]
-        if longer == taken:
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
             return names
-        taken = longer
+    return [str(path) for path in paths]
 
 
 def _read_settings(folder: RunFolder, notices: list[str]) -> dict[str, Any]:
@@ -224,12 +219,12 @@ def _read_object(path: Path, notices: list[str], *, wanted: bool = False) -> dic
     return value
 
 
-def _read_versioned(path: Path, keys: Sequence[str], notices: list[str]) -> dict[str, Any] | None:
+def _read_clean(path: Path, clean: Cleaner, notices: list[str]) -> dict[str, Any] | None:
     value = _read_object(path, notices)
-    if value is not None and not all(isinstance(value.get(key), list | dict) for key in keys):
-        notices.append(f"{path.name} lacks what a report needs ({', '.join(keys)}) and was left out.")
-        return None
-    return value
+    cleaned = clean(value) if value is not None else None
+    if value is not None and cleaned is None:
+        notices.append(f"{path.name} lacks what a report needs and was left out.")
+    return cleaned
 
 
 def _read_metrics(path: Path, notices: list[str]) -> list[dict[str, Any]]:
@@ -278,5 +273,5 @@ def _read_evaluations(folder: Path, notices: list[str]) -> dict[str, dict[str, d
         summary = _read_object(file, notices)
         if summary is not None and who in ("base", "adapted"):
             task = summary.get("task") or str(file.parent.parent.relative_to(folder))
-            found.setdefault(str(task), {})[who] = summary
+            found.setdefault(str(task), {})[who] = clean_summary(summary)
     return found

@@ -57,7 +57,7 @@ def page(runs: Sequence[RunData]) -> str:
         "notices": words.notices(runs),
         "version": escape(__version__),
         "data": embedded(data),
-        "plotly": _plotly().replace("</script", "<\\/script"),
+        "plotly": _within_script(_plotly()),
         "js": "\n".join(map(_own, _SCRIPTS)),
     }
     # One pass, so that nothing in the data is taken for a place to fill in.
@@ -68,6 +68,11 @@ def embedded(data: object) -> str:
     """JSON that can stand in a script element: no text of a run can end it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _within_script(code: str) -> str:
+    """Code whose strings hold nothing that would end a script element, or change how it is read."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _own(name: str) -> str:

@@ -21,7 +21,6 @@ function changed() {
   if (layer) input.max = layer.width - 1;
   if (state.channel !== null && document.activeElement !== input) input.value = state.channel;
   document.getElementById("layer").value = state.layer;
-  document.getElementById("channel-said").textContent = channelSentence();
   redraw();
 }
 
@@ -41,8 +40,8 @@ function makeControls() {
     choice.append(element("label", { for: `run-${i}` }, box, swatch, run.name));
   });
   choice.hidden = runs.length < 2;
-  const withGates = runs.findIndex((run) => run.gates || run.diagnosis);
-  state.detail = Math.max(0, withGates);
+  const most = [(run) => run.gates, (run) => run.diagnosis, (run) => run.capacity].map((has) => runs.findIndex(has));
+  state.detail = Math.max(0, most.find((i) => i >= 0) ?? 0);
   const listen = (id, set) => document.getElementById(id).addEventListener("change", (event) => { set(event.target.value); changed(); });
   options(document.getElementById("detail"), runs.map((run) => run.name), range(runs.length));
   document.getElementById("detail").value = state.detail;
@@ -67,7 +66,7 @@ function chooseLayer(point) {
 }
 
 function makeCharts() {
-  addChart("learn", "loss", "Training loss", "At every logged step; bold: a running mean.", loss);
+  addChart("learn", "loss", "Training loss", "At every logged step.", loss);
   const asked = new Map();
   for (const run of runs) for (const [task, who] of Object.entries(run.evaluations)) for (const { scores } of Object.values(who)) {
     for (const measure of Object.keys(scores)) asked.set(`${task}\n${measure}`, [task, measure]);
@@ -87,7 +86,7 @@ function makeCharts() {
     addChart("gates", "p_sup", "Shares, mask and step scales", "Recorded while an NA-LoRA run trains.", () => ({ missing: lacking(range(runs.length), "gates") }), { wide: true });
   }
   if (runs.some((run) => run.gates || run.diagnosis)) {
-    addChart("gates", "kappa", "κ and the data", "κ says how the gate's gain changes with its input; 0 where it is linear.", curve, { wide: !runs.some((run) => run.gates) });
+    addChart("gates", "kappa", "κ and the data", "κ says how the gate's gain changes with its input; 0 where it is linear.", curve, { wide: true });
   }
   if (runs.some((run) => run.diagnosis)) {
     addChart("moved", "moved-heat", "Per layer", "From one snapshot to the next.", movedHeat, { onClick: chooseLayer });
@@ -108,13 +107,13 @@ function makeCharts() {
   addChart("capacity", "projections", "Update norm per projection", "For the run in detail.", projectionNorms);
   if (runs.some((run) => run.gates)) addChart("capacity", "kept", "Kept share at the last step", "The share of a layer's channels that the mask keeps.", keptShares);
   if (runs.some((run) => run.capacity)) {
-    addChart("capacity", "channels", "Gate channels", "Each point is a channel; click one to follow it.", channelNorms,
-      { onClick: (point) => { state.channel = Number(point.x); changed(); } });
+    addChart("capacity", "channels", "Gate channels", "Each point is a channel; click one, or give its number, to follow it.", channelNorms,
+      { live: true, onClick: (point) => { state.channel = Number(point.x); changed(); } });
   }
   if (runs.some((run) => run.diagnosis && run.diagnosis.channels)) {
     addChart("capacity", "channel-moved", "The channel followed", "Its measure from snapshot to snapshot.", channelMoved);
   }
-  addChart("cost", "time", "Time per step", "Wall clock between logged steps; bold: a running mean.", stepTimes, { wide: true });
+  addChart("cost", "time", "Time per step", "Wall clock between logged steps.", stepTimes, { wide: true });
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -129,7 +128,7 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
-  redraw();
+  if (window.Plotly) redraw();
 }
 
 function start() {
@@ -152,8 +151,13 @@ function start() {
   for (const section of document.querySelectorAll("main > section:not([hidden])")) {
     list.append(element("li", {}, element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   }
-  for (const chart of charts) watcher.observe(chart.box);
   changed();
+  // Words and tables first: reading 5 MB of plotly takes half a second, and more on a busy machine.
+  requestAnimationFrame(() => setTimeout(() => {
+    document.head.append(element("script", {}, document.getElementById("plotly").textContent));
+    for (const chart of charts) watcher.observe(chart.box);
+    if (printing) redraw();
+  }));
 }
 
 async function copy(button) {

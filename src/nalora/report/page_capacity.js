@@ -52,7 +52,7 @@ function channelNorms() {
   });
   const note = layer.numbers.length < layer.width ? `The ${layer.numbers.length.toLocaleString("en")} channels with the largest update, of ${layer.width.toLocaleString("en")}.` : "";
   return {
-    traces, note, title: `Gate channels of layer ${state.layer} (${layer.kind.split(".").pop()})`,
+    traces, note, about: channelSentence(), title: `Gate channels of layer ${state.layer} (${layer.kind.split(".").pop()})`,
     layout: { xaxis: { title: { text: "channel" } }, yaxis: { title: { text: "row norm of s·B·A" }, rangemode: "tozero" } },
   };
 }
@@ -63,11 +63,13 @@ function channelMoved() {
   const layer = row < 0 ? null : found.channels.layers[row];
   const at = layer ? layer.numbers.indexOf(state.channel) : -1;
   if (!layer) return { missing: "Only the size of this channel's update is known; a diagnosis with channels adds how it moved." };
-  if (at < 0) return { missing: `Channel ${state.channel} is not among the ${layer.numbers.length} kept of this layer, those that moved most.` };
+  if (at < 0) return { missing: `Channel ${state.channel} is not among the ${layer.numbers.length} of this layer that this page keeps: those with the largest update and with the most flips.` };
   const names = Object.keys(layer.measures).filter((name) => MEASURES[name]);
   const name = names.includes(state.measure) ? state.measure : names[0];
   const y = numbers(layer.measures[name])[at];
+  const mask = layer.measures.mask ? numbers(layer.measures.mask)[at] : null;
   return {
+    about: mask ? `The mask's weight on it at the end: ${shown(mask[mask.length - 1], 4)}.` : "",
     title: `Channel ${state.channel} of layer ${state.layer}: ${MEASURES[name]}`,
     traces: [{
       type: "scatter", mode: "lines+markers", x: found.ends.map((e) => e[1]), y, name: MEASURES[name], line: { color: colour(state.detail) },

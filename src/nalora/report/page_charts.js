@@ -10,6 +10,9 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
+// Sentences set `commands` between backticks.
+const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
+
 function addChart(section, id, title, about, figure, options = {}) {
   const plot = element("div", { class: "plot", role: "img", id: `plot-${id}` });
   const legend = element("ul", { class: "legend", "aria-hidden": "true" });
@@ -17,18 +20,19 @@ function addChart(section, id, title, about, figure, options = {}) {
   const thin = element("p", { class: "thin", hidden: "" });
   const table = element("details", {}, element("summary", {}, "Data table"));
   const heading = element("h3", {}, title);
-  const caption = element("figcaption", {}, heading, element("p", {}, about));
+  const words = element("p", options.live ? { "aria-live": "polite" } : {}, about);
+  const caption = element("figcaption", {}, heading, words);
   const box = element("figure", { id: `chart-${id}` }, caption, note, plot, legend, thin, table);
   if (options.wide) box.classList.add("wide");
   document.querySelector(`[data-section="${section}"]`).append(box);
-  const chart = { id, title, figure, plot, legend, note, thin, table, box, heading, stale: true, seen: false, ...options };
+  const chart = { id, title, figure, about, words, plot, legend, note, thin, table, box, heading, stale: true, seen: false, ...options };
   table.addEventListener("toggle", () => table.open && fillTable(chart));
   charts.push(chart);
   return chart;
 }
 
 function baseLayout(height) {
-  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), linecolor: css("--faint"), automargin: true };
+  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), linecolor: css("--faint"), automargin: true, title: { standoff: 10 } };
   return {
     height, margin: { l: 52, r: 12, t: 8, b: 42 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" }, showlegend: false, hovermode: "closest",
@@ -57,9 +61,10 @@ function draw(chart) {
   chart.stale = false;
   chart.last = figure;
   chart.note.hidden = !missing;
-  chart.note.textContent = missing || "";
+  chart.note.replaceChildren(...withCode(missing || ""));
   chart.thin.hidden = !figure.note;
-  chart.thin.textContent = figure.note || "";
+  chart.thin.replaceChildren(...withCode(figure.note || ""));
+  chart.words.textContent = [chart.about, figure.about].filter(Boolean).join(" ");
   chart.plot.hidden = chart.legend.hidden = chart.table.hidden = Boolean(missing);
   if (missing) {
     Plotly.purge(chart.plot);

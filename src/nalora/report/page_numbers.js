@@ -33,10 +33,10 @@ const RUN_COLOURS = {
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const theme = () => (printing ? "light" : document.documentElement.dataset.theme);
 const colour = (index) => RUN_COLOURS[theme()][index % 8];
-// Runs beyond the eighth repeat a colour with another line.
-const dash = (index) => DASHES[Math.floor(index / 8) % 4];
+// Lines differ too: two runs that coincide both show, and beyond the eighth a colour comes back with another line.
+const dash = (index) => DASHES[(index + Math.floor(index / 8)) % 4];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const SEQUENTIAL = "Cividis";
+const SEQUENTIAL = "Viridis";
 const diverging = () =>
   theme() === "dark"
     ? [[0, "#6db3f2"], [0.5, "#23282f"], [1, "#f5a54a"]]

@@ -16,26 +16,33 @@ function lacking(indices, topic) {
 
 function lines(indices, pick, layout, options = {}) {
   if (!indices.length) return { missing: NO_RUN };
-  const traces = [], legend = [];
+  const traces = [], legend = [], without = [];
+  let bold = false;
   for (const i of indices) {
     const xy = pick(runs[i]);
-    if (!xy || !xy.x.length) continue;
+    if (!xy || !xy.x.length) { without.push(i); continue; }
     const line = { color: colour(i), dash: dash(i), width: 2 };
     const mode = xy.x.length < 3 || options.markers ? "lines+markers" : "lines";
     const soft = options.smooth ? smoothed(xy.y) : null;
     traces.push({
-      type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1 } : line,
+      type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1, dash: "solid" } : line,
       opacity: soft ? 0.45 : 1,
       hovertemplate: `${options.along || "step"} %{x}<br>${options.what || "value"} %{y:.5~g}<extra>%{fullData.name}</extra>`,
     });
+    bold = bold || Boolean(soft);
     if (soft) traces.push({ type: "scatter", mode: "lines", x: xy.x, y: soft, name: `${runs[i].name}, smoothed`, line, hoverinfo: "skip" });
     legend.push(i);
   }
   if (!traces.length) return { missing: lacking(indices, options.topic) };
-  return { traces, layout, legend: runLegend(legend), height: options.height };
+  const notes = without.map((i) => `Not shown, ${runs[i].name}: ${runs[i].missing[options.topic] || "it has none."}`);
+  for (const i of legend) {
+    const { logged, x } = pick(runs[i]);
+    if (logged > x.length) notes.push(`${runs[i].name}: ${x.length.toLocaleString("en")} of ${logged.toLocaleString("en")} logged steps.`);
+  }
+  return { traces, layout, legend: runLegend(legend), height: options.height, note: notes.join(" "), about: bold ? "Bold: a running mean." : "" };
 }
 
-const metric = (run, name) => ({ x: numbers(run.metrics[name].x), y: numbers(run.metrics[name].y) });
+const metric = (run, name) => ({ x: numbers(run.metrics[name].x), y: numbers(run.metrics[name].y), logged: run.metrics[name].logged });
 const steps_axis = { xaxis: { title: { text: "step" } } };
 
 function loss() {
@@ -71,7 +78,7 @@ function answered(task, measure) {
       };
     });
     const spoken = rows.map((r) => `${r.name} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
-    const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", autorange: "reversed" }, margin: { l: 90 } };
+    const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
     return { traces, layout, spoken, height: 90 + 34 * rows.length };
   };
 }
@@ -156,6 +163,7 @@ function curve() {
     const middle = range(edges.length - 1).map((k) => (edges[k] + edges[k + 1]) / 2);
     hist.steps.forEach((step, k) => {
       const counts = (hist.counts[k] || [])[row] || [];
+      if (!counts.length) return;
       const total = counts.reduce((a, b) => a + b, 0) || 1;
       const paint = k ? colour(1) : colour(0);
       traces.push({
@@ -205,5 +213,10 @@ function movedLayer() {
     return extent(y) ? { x: run.diagnosis.ends.map((e) => e[1]), y } : null;
   }, { xaxis: { title: { text: "up to step" } }, yaxis: { title: { text: words }, rangemode: "tozero" } },
   { markers: true, what: words, topic: "diagnosis" });
-  return { ...figure, title: `Layer ${state.layer}: ${words}` };
+  const found = detail().diagnosis;
+  const row = found ? found.labels.indexOf(state.layer) : -1;
+  const [sum, ends] = ["cumulative", "first_to_last"].map((key) => row >= 0 && found[key][state.measure] && found[key][state.measure][row]);
+  const about = typeof sum === "number" && typeof ends === "number"
+    ? `${detail().name}: ${shown(sum, 4)} summed over the intervals, ${shown(ends, 4)} from the first to the last.` : "";
+  return { ...figure, about, title: `Layer ${state.layer}: ${words}` };
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,68 +14,91 @@ from numpy.typing import NDArray
 from nalora import activations
 from nalora.errors import NALoRAError
 from nalora.report.capacity import Capacity, read_capacity
-from nalora.report.channels import read_channels
 from nalora.report.data import RunData, layer_labels
 from nalora.report.gates import Gates
+from nalora.report.packing import finite, kept_rows, packed
+from nalora.report.payload_layers import CHANNEL_MEASURES, channel_measures, update_norms
 
 MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH")
 _GATE_COLUMNS = ("p_sup", "p_res", "p_pos", "kept_share", "stability", "scale_gate", "scale_up", "scale_down")
-_METRICS = ("loss", "grad_norm", "learning_rate", "seconds")
+_METRICS = ("loss", "seconds")
 # A heat map is some 1,000 pixels wide; more columns than this cannot be told apart.
 MOST_COLUMNS = 600
-# All gate columns of all runs together: 4 bytes each, 5.3 as text, so at most 4.3 MB of the page.
-MOST_GATE_NUMBERS = 800_000
-# Channels kept of a layer and a projection; of wider layers those with the largest update.
-MOST_CHANNELS = 1024
+# Numbers of all runs together. Each takes 4 bytes, 5.3 as text: at most 3.7 + 1.1 + 1.6 + 1.6 MB of the page.
+MOST_GATE_NUMBERS = 700_000
+MOST_NORMS = 200_000
+MOST_CHANNEL_NUMBERS = 300_000
+MOST_METRIC_NUMBERS = 300_000
+# More points than this make a chart slow.
+MOST_CHANNELS = 4096
 _CURVE_POINTS = 241
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of every run is kept, so that the page stays small however many runs it shows.
+
+    Attributes:
+        points: of a training curve.
+        columns: steps of gates.jsonl.
+        norms: channels of a layer whose update is shown.
+        channels: channels of a layer whose measures are kept.
+    """
+
+    points: int
+    columns: int
+    norms: int
+    channels: int
+
+
+def sizes(runs: Sequence[RunData], capacities: Sequence[Capacity | None]) -> Sizes:
+    """What fits."""
+    layers = sum(len(run.gates.blocks) for run in runs if run.gates)
+    adapted = sum(len(capacity.modules) for capacity in capacities if capacity) // 5  # some seven in a layer
+    measured = sum(len(d["blocks"]) * len(d["intervals"]) for run in runs if (d := run.diagnosis) and d.get("channels"))
+    return Sizes(
+        points=max(200, MOST_METRIC_NUMBERS // (2 * len(_METRICS) * len(runs))),
+        columns=max(2, min(MOST_COLUMNS, MOST_GATE_NUMBERS // max(1, layers * len(_GATE_COLUMNS)))),
+        norms=max(16, min(MOST_CHANNELS, MOST_NORMS // max(1, adapted))),
+        channels=max(8, MOST_CHANNEL_NUMBERS // max(1, measured * len(CHANNEL_MEASURES))),
+    )
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """The runs as JSON-ready values."""
-    return {"runs": [_run(run, columns_of(runs)) for run in runs]}
+    read = [read_capacity(run) for run in runs]
+    kept = sizes(runs, [capacity for capacity, _ in read])
+    return {"runs": [_run(run, *found, kept) for run, found in zip(runs, read, strict=True)]}
 
 
-def columns_of(runs: Sequence[RunData]) -> int:
-    """How many steps of gates.jsonl are kept of each run, so that the page stays small."""
-    layers = sum(len(run.gates.blocks) for run in runs if run.gates)
-    return max(2, min(MOST_COLUMNS, MOST_GATE_NUMBERS // max(1, layers * len(_GATE_COLUMNS))))
-
-
-def packed(values: Any) -> dict[str, Any]:
-    """An array as little-endian float32 in base64; NaN stands for nothing."""
-    array = np.asarray(values, dtype="<f4")
-    return {"f32": base64.b64encode(array.tobytes()).decode("ascii"), "shape": list(array.shape)}
-
-
-def kept_rows(count: int, most: int) -> NDArray[np.int64]:
-    """Which of `count` rows are shown: all, or evenly spread ones with the first and the last."""
-    return np.arange(count) if count <= most else np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
-
-
-def _run(run: RunData, most_columns: int) -> dict[str, Any]:
-    capacity, why_no_capacity = read_capacity(run)
+def _run(run: RunData, capacity: Capacity | None, why_no_capacity: str, kept: Sizes) -> dict[str, Any]:
     return {
         "name": run.name,
         "method": run.method,
         "missing": {**run.missing, **({"capacity": why_no_capacity} if why_no_capacity else {})},
-        "metrics": {name: dict(zip(("x", "y"), map(packed, run.series(name)), strict=True)) for name in _METRICS},
+        "metrics": {name: _metric(run, name, kept.points) for name in _METRICS},
         "evaluations": {task: {who: _scores(s) for who, s in asked.items()} for task, asked in run.evaluations.items()},
-        "gates": _gates(run.gates, most_columns) if run.gates else None,
+        "gates": _gates(run.gates, kept.columns) if run.gates else None,
         "curves": _curves(run),
-        "diagnosis": _diagnosis(run),
+        "diagnosis": _diagnosis(run, capacity, kept.channels),
         "mismatch": _mismatch(run.mismatch),
-        "capacity": _capacity(capacity) if capacity else None,
+        "capacity": update_norms(capacity, kept.norms) if capacity else None,
     }
+
+
+def _metric(run: RunData, name: str, most: int) -> dict[str, Any]:
+    steps, values = run.series(name)
+    rows = kept_rows(len(steps), most)
+    return {"x": packed(steps[rows]), "y": packed(values[rows]), "logged": len(steps)}
 
 
 def _scores(summary: dict[str, Any]) -> dict[str, Any]:
     """Every measure with its interval; the loss of the right answers under the name it has in a table."""
     scores = {}
-    measures = summary.get("measures")
-    for name, measured in (measures if isinstance(measures, dict) else {}).items():
+    for name, measured in summary["measures"].items():
         interval = measured.get("binomial") or measured.get("bootstrap")
         scores[name] = {"value": finite(measured.get("value")), "interval": finite(interval)}
-    if isinstance(loss := summary.get("target_loss"), dict):
+    if loss := summary["target_loss"]:
         scores["loss of the answers"] = {"value": finite(loss.get("value")), "interval": finite(loss.get("bootstrap"))}
     return {"examples": summary.get("examples"), "scores": scores, "chance": finite(summary.get("chance") or {})}
 
@@ -97,7 +120,7 @@ def _curves(run: RunData) -> dict[str, Any]:
     """κ of every activation that the run's gates have, by name; without the curves of those nalora does not know."""
     names = set(run.gates.activations if run.gates else ())
     for source in (run.diagnosis, run.mismatch):
-        names |= {str(block.get("activation")) for block in (source or {}).get("blocks", ()) if isinstance(block, dict)}
+        names |= {str(block.get("activation")) for block in (source or {}).get("blocks", ())}
     curves = {}
     z = torch.linspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
     for name in sorted(names):
@@ -111,14 +134,12 @@ def _curves(run: RunData) -> dict[str, Any]:
     return curves
 
 
-def _diagnosis(run: RunData) -> dict[str, Any] | None:
+def _diagnosis(run: RunData, capacity: Capacity | None, most_channels: int) -> dict[str, Any] | None:
     """The diagnosis with its measures as [blocks, intervals]."""
     found = run.diagnosis
     if found is None:
         return None
-    blocks = [block for block in found["blocks"] if isinstance(block, dict)]
-    intervals = [each for each in found["intervals"] if isinstance(each, dict)]
-    histogram = found.get("histogram")
+    blocks, intervals = found["blocks"], found["intervals"]
     return {
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         "activations": [str(block.get("activation")) for block in blocks],
@@ -128,95 +149,19 @@ def _diagnosis(run: RunData) -> dict[str, Any] | None:
         "measures": {name: packed(_by_block(intervals, name, len(blocks))) for name in MEASURES},
         "first_to_last": {name: finite((found.get("first_to_last") or {}).get(name)) for name in MEASURES},
         "cumulative": {name: finite((found.get("cumulative") or {}).get(name)) for name in MEASURES},
-        "histogram": finite(histogram) if isinstance(histogram, dict) and histogram.get("counts") else None,
-        "channels": _channels(run, blocks),
+        "histogram": finite(found["histogram"]),
+        "channels": channel_measures(run, [str(block.get("name")) for block in blocks], capacity, most_channels),
     }  # fmt: skip
-
-
-def _channels(run: RunData, blocks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Per-channel measures, by layer: of wide layers the channels that changed regime most often."""
-    found = read_channels(run, [str(block.get("name")) for block in blocks])
-    if found is None:
-        return None
-    layers = []
-    for measures in found:
-        order = next((measures[name] for name in ("flip", "D_sel") if name in measures), None)
-        if order is None:
-            layers.append({"numbers": [], "width": 0, "measures": {}})
-            continue
-        numbers = largest(np.nansum(order, axis=0), MOST_CHANNELS // 4)
-        layers.append({
-            "numbers": numbers.tolist(), "width": order.shape[1],
-            "measures": {name: packed(values[:, numbers].T) for name, values in measures.items()},
-        })  # fmt: skip
-    return {"layers": layers}
-
-
-def largest(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """The places of the `most` largest values, in rising order."""
-    if len(values) <= most:
-        return np.arange(len(values))
-    return np.sort(np.argsort(-values, kind="stable")[:most])
 
 
 def _mismatch(found: dict[str, Any] | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    blocks = [block for block in found["blocks"] if isinstance(block, dict)]
+    blocks = found["blocks"]
     return {
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         **{key: finite(found.get(key)) for key in ("target", "energy", "share", "bound", "mask", "top_channels")},
     }
-
-
-def _capacity(capacity: Capacity) -> dict[str, Any]:
-    """Norms as a table of layers × projections, and the channels of each layer's gate."""
-    layers: dict[str, dict[str, str]] = {}
-    for module in capacity.modules:
-        parts = module.split(".")
-        end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0)
-        place, kind = ".".join(parts[:end]), ".".join(parts[end:])
-        layers.setdefault(place, {})[kind] = module
-    kinds = list(dict.fromkeys(kind for each in layers.values() for kind in each))
-    table = [[capacity.modules[each[k]] if k in each else math.nan for k in kinds] for each in layers.values()]
-    channels = []
-    for each in layers.values():
-        gate = gate_of(each)
-        rows = capacity.rows[each[gate]] if gate else np.zeros(0)
-        numbers = largest(rows, MOST_CHANNELS)
-        channels.append({
-            "kind": gate, "width": len(rows), "numbers": numbers.tolist() if len(numbers) < len(rows) else None,
-            "norms": packed(rows[numbers]),
-        })  # fmt: skip
-    labels = layer_labels(list(layers)) if len(layers) > 1 else [place.rpartition(".")[2] or "all" for place in layers]
-    shown = [kind.rpartition(".")[2] for kind in kinds]
-    return {
-        "labels": labels,
-        "kinds": shown if len(set(shown)) == len(shown) else kinds,
-        "norms": packed(np.array(table)),
-        "total": packed(np.sqrt(np.nansum(np.square(table), axis=1))),
-        "channels": channels,
-    }
-
-
-def gate_of(modules: dict[str, str]) -> str | None:
-    """Which of a layer's projections is the gate, by the names that models give it."""
-    for ending in ("gate_proj", "gate_up_proj", "w1", "wi_0", "wi", "fc1", "gate", "up_proj", "intermediate.dense"):
-        for kind in modules:
-            if kind.endswith(ending):
-                return kind
-    return None
-
-
-def finite(value: Any) -> Any:
-    """A JSON value without NaN and infinities, which JavaScript's reader refuses; numbers to 6 digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value if isinstance(value, int | str | None) else str(value)
 
 
 def _by_block(intervals: list[dict[str, Any]], measure: str, width: int) -> NDArray[np.float64]:

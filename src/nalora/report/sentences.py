@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from nalora.report.data import RunData
+from nalora.report.packing import plain
 
 Interval = tuple[float, float]
 LOSS = "loss of the answers"
@@ -22,14 +23,14 @@ class Score(NamedTuple):
 
 def score(who: str, summary: dict[str, Any] | None, measure: str) -> Score | None:
     """A measure of a summary; None where it has no such number."""
-    if not isinstance(summary, dict):
+    if summary is None:
         return None
-    found = summary.get("target_loss") if measure == LOSS else (summary.get("measures") or {}).get(measure)
-    if not isinstance(found, dict) or not isinstance(found.get("value"), int | float):
+    found = summary["target_loss"] if measure == LOSS else summary["measures"].get(measure)
+    if found is None:
         return None
     interval = found.get("binomial") or found.get("bootstrap")
-    pair = (float(interval[0]), float(interval[1])) if isinstance(interval, list | tuple) else None
-    return Score(who, float(found["value"]), pair)
+    pair = (plain(float(interval[0])), plain(float(interval[1]))) if interval else None
+    return Score(who, plain(float(found["value"])), pair)
 
 
 def base_summary(runs: Sequence[RunData], run: RunData, task: str) -> dict[str, Any] | None:
@@ -47,8 +48,8 @@ def measures_of(runs: Sequence[RunData], task: str) -> list[str]:
     has_loss = False
     for run in runs:
         for summary in run.evaluations.get(task, {}).values():
-            names |= dict.fromkeys(summary.get("measures") or {})
-            has_loss |= isinstance(summary.get("target_loss"), dict)
+            names |= dict.fromkeys(summary["measures"])
+            has_loss |= summary["target_loss"] is not None
     return [*names, *([LOSS] if has_loss else [])]
 
 
@@ -67,7 +68,9 @@ def findings(runs: Sequence[RunData]) -> list[str]:
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
+    what = f"{measure[0].upper()}{measure[1:]} on {task}"
     after: list[Score] = []
+    verdicts: dict[tuple[Score, str], list[Score]] = {}
     for run in runs:
         adapted = score(run.name, run.evaluations.get(task, {}).get("adapted"), measure)
         if adapted is None:
@@ -75,31 +78,33 @@ def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
         after.append(adapted)
         before = score("base", base_summary(runs, run, task), measure)
         if before is not None:
-            yield f"{run.name}, {_in_words(task, measure)}: {_change(before, adapted, measure)}"
-    pairs = list(combinations(after, 2))
-    apart = [(a, b) for a, b in pairs if not _overlap(a, b)]
-    for a, b in apart:
-        better, worse = (a, b) if _better(a, b, measure) else (b, a)
-        yield (
-            f"On {_in_words(task, measure)}, {better.who} ({_shown(better)}) is better than "
-            f"{worse.who} ({_shown(worse)}): their 95 % intervals do not overlap."
-        )
-    if pairs and not apart:
-        yield (
-            f"On {_in_words(task, measure)} the 95 % intervals of all {len(after)} runs overlap: this does not show "
-            "that one is better than another."
-        )
+            verdicts.setdefault((before, _verdict(before, adapted, measure)), []).append(adapted)
+    for (before, verdict), scores in verdicts.items():
+        listed = ", ".join(f"{each.who} {_shown(each)}" for each in scores)
+        yield f"{what}, from {_shown(before)} before training to {listed}: {verdict}."
+    if len(after) > 1:
+        yield f"{what}, run against run: {_against_one_another(after, measure)}."
 
 
-def _change(before: Score, after: Score, measure: str) -> str:
-    went = "rose" if after.value > before.value else "fell" if after.value < before.value else "stayed"
-    text = f"{went} from {_shown(before)} to {_shown(after)}; "
+def _verdict(before: Score, after: Score, measure: str) -> str:
     if before.interval is None or after.interval is None:
-        return text + "without intervals nothing can be said about chance."
+        return "without intervals nothing can be said about chance"
     if _overlap(before, after):
-        return text + "the intervals overlap, so this may be chance."
-    good = _better(after, before, measure)
-    return text + f"the intervals do not overlap, so it {'learnt' if good else 'got worse, surely'}."
+        return "the intervals overlap, so this may be chance"
+    return "more than chance: learnt" if _better(after, before, measure) else "more than chance: got worse"
+
+
+def _against_one_another(scores: Sequence[Score], measure: str) -> str:
+    """Who beats whom beyond the intervals; with many runs by the winners' names."""
+    beaten: dict[str, list[str]] = {}
+    for a, b in combinations(scores, 2):
+        if not _overlap(a, b):
+            winner, loser = (a, b) if _better(a, b, measure) else (b, a)
+            beaten.setdefault(winner.who, []).append(loser.who)
+    if not beaten:
+        return "all 95 % intervals overlap, which does not show that one is better"
+    clauses = [f"{winner} is better than {', '.join(losers)}" for winner, losers in beaten.items()]
+    return "; ".join(clauses) + "; all other intervals overlap"
 
 
 def _better(a: Score, b: Score, measure: str) -> bool:
@@ -111,10 +116,6 @@ def _overlap(a: Score, b: Score) -> bool:
     if a.interval is None or b.interval is None:
         return True
     return a.interval[0] <= b.interval[1] and b.interval[0] <= a.interval[1]
-
-
-def _in_words(task: str, measure: str) -> str:
-    return f"{measure} on {task}"
 
 
 def _shown(score: Score) -> str:

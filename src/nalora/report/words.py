@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -39,7 +40,9 @@ def answers(runs: Sequence[RunData]) -> str:
             adapted = run.evaluations.get(task, {}).get("adapted")
             if adapted is not None:
                 rows.append([run.name, *_cells(adapted, measures)])
-        tables.append(table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval"))
+        tables.append(
+            table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval", numbers=True)
+        )
     without = [f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing]
     return "".join(tables) + notes(without)
 
@@ -69,7 +72,7 @@ def costs(runs: Sequence[RunData]) -> str:
         "trained parameters",
         "on",
     ]
-    return table(columns, [[run.name, *_cost(run)] for run in runs])  # fmt: skip
+    return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)  # fmt: skip
 
 
 def _cost(run: RunData) -> list[str]:
@@ -83,13 +86,13 @@ def _cost(run: RunData) -> list[str]:
     hardware = str(run.environment.get("device", "–"))
     threads = run.environment.get("cpu_threads")
     if not run.environment.get("devices") and threads:
-        hardware += f" CPU, {threads} threads"
+        hardware += f" CPU, {threads} thread{'' if threads == 1 else 's'}"
     return [
         _count(steps) + ("" if run.result else " so far"),
         duration(seconds),
         per_step,
         _target_tokens_per_second(run, steps, seconds) if timed else "–",
-        f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured on a CPU",
+        f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured",
         _count(result.get("trainable_parameters")),
         hardware,
     ]
@@ -120,8 +123,8 @@ def repeat(runs: Sequence[RunData]) -> str:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     differ = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1 and key != "output"]
     if len(runs) > 1 and differ:
-        rows = [[run.name, *(_value(run.settings.get(key)) for key in differ)] for run in runs]
-        parts.append(table(["run", *differ], rows, caption="What the runs differ in"))
+        rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in differ]
+        parts.append(table(["setting", *(run.name for run in runs)], rows, caption="What the runs differ in"))
     for number, run in enumerate(runs):
         command = f"nalora train {run.path}/run.yaml output={run.path}-again"
         made = run.environment.get("command")
@@ -151,7 +154,7 @@ def notices(runs: Sequence[RunData]) -> str:
     return items(sentences) if sentences else "<p>Nothing is missing or damaged.</p>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, numbers: bool = False) -> str:
     """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(
@@ -159,21 +162,27 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
         for first, *rest in rows
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    kind = ' class="numbers"' if numbers else ""
     label = escape(caption or "table: " + ", ".join(columns[:3]), quote=True)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>{title}'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table{kind}>{title}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
 def items(sentences: Iterable[str]) -> str:
     """Sentences as a list."""
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+    return "<ul>" + "".join(f"<li>{_with_code(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def notes(sentences: Iterable[str]) -> str:
     """Sentences that stand where a thing is missing."""
-    return "".join(f'<p class="note">{escape(sentence)}</p>' for sentence in sentences)
+    return "".join(f'<p class="note">{_with_code(sentence)}</p>' for sentence in sentences)
+
+
+def _with_code(sentence: str) -> str:
+    """Escaped, with `commands` set as such."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 def _value(value: Any) -> str:
