@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from figure_files import check_files, texts
-from run_folders import write, write_run
 
 from nalora.activations import get
 from nalora.report import figures, gate_figures, paper_figures
 from nalora.report.capacity import read_capacity
 from nalora.report.data import read_run, read_runs
 from nalora.report.drawing import COLOURS, look, stroke
+from report.run_folders import write, write_run
 
 
 @pytest.fixture
@@ -246,9 +246,16 @@ def test_the_users_own_style_does_not_get_in(runs, tmp_path):
 
 
 def test_strokes_differ_without_colour_too():
-    many = [stroke(number) for number in range(32)]
-    assert len({(each.color, str(each.linestyle)) for each in many}) == 32
-    assert len({str(each.linestyle) for each in many[: len(COLOURS)]}) == len(COLOURS)
+    many = [stroke(number, marked=True) for number in range(32)]
+    assert len({(each["color"], str(each["linestyle"])) for each in many}) == 32
+    first = many[: len(COLOURS)]
+    assert len({str(each["linestyle"]) for each in first}) == len({each["marker"] for each in first}) == len(COLOURS)
+
+
+def test_the_first_of_two_equal_lines_shows_around_the_second():
+    first, second = stroke(0, marked=True), stroke(1, marked=True)
+    assert first["linewidth"] > second["linewidth"]
+    assert first["markersize"] > second["markersize"]
 
 
 @pytest.mark.parametrize(
@@ -306,3 +313,11 @@ def test_clamped_activations_are_known_by_their_name(name, upper):
 @pytest.mark.parametrize("name", ["weird", "silu≤x", "silu≤-1", ""])
 def test_other_names_are_not(name):
     assert gate_figures.named_activation(name) is None
+
+
+def test_a_run_has_one_colour_in_all_figures(runs):
+    colours = {
+        lines(draw(runs).axes[0], "na-lora").get_color()
+        for draw in (figures.loss_curves, figures.update_norms, gate_figures.step_scales, paper_figures.by_layer)
+    }
+    assert colours == {COLOURS[1]}

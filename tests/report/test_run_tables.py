@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from run_folders import summary, write, write_run
 
 from nalora.report.data import read_runs
 from nalora.report.run_tables import row_labels, run_tables, write_tables
 from nalora.report.tables import markdown
+from report.run_folders import summary, write, write_run
 
 
 def scored(folder, name, right, **options):

@@ -6,7 +6,7 @@ import contextlib
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +37,17 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Stroke(NamedTuple):
-    """How the n-th line is told from the others: by colour, and without colour by its dashes."""
+def stroke(number: int, *, marked: bool = False) -> dict[str, Any]:
+    """How the line with that number is told from the others: by colour, and without colour by dashes and markers.
 
-    color: str
-    linestyle: Any
-    marker: str
-
-
-def stroke(number: int) -> Stroke:
-    """The stroke of the line with that number; beyond eight colours the dashes go on changing."""
-    lap = number // len(COLOURS)
-    places = number % len(COLOURS), (number + lap) % len(DASHES)
-    return Stroke(COLOURS[places[0]], DASHES[places[1]], MARKERS[places[1]])
+    Beyond eight colours the dashes go on changing. Earlier lines are broader, so that runs that do the same, which is
+    common, do not hide one another.
+    """
+    place = (number + number // len(COLOURS)) % len(DASHES)
+    style = {
+        "color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[place], "linewidth": max(1.4, 2.8 - 0.7 * number)
+    }  # fmt: skip
+    return style | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if marked else style
 
 
 @contextlib.contextmanager
@@ -137,6 +135,14 @@ def from_zero(axes: Axes) -> None:
     """Let the y axis begin at 0 and end above the highest point with its marker."""
     highest = axes.dataLim.y1
     axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+
+
+def step_axis(axes: Axes) -> None:
+    """Steps along x: whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.set_xlabel("step")
 
 
 def layer_ticks(axis: Any, labels: Sequence[str]) -> None:

@@ -50,27 +50,27 @@ def write_paper_figures(runs: Sequence[RunData], folder: Path) -> Written:
 
 def loss_curves(runs: Sequence[RunData]) -> Figure | str:
     """The training loss of every run over its steps."""
-    told = [(run, *run.series("loss")) for run in runs]
-    told = [(run, steps, losses) for run, steps, losses in told if np.isfinite(losses).any()]
+    logged = [(number, run, *run.series("loss")) for number, run in enumerate(runs)]
+    told = [each for each in logged if np.isfinite(each[3]).any()]
     if not told:
         return "no run logged a loss"
     with drawing.look():
         figure, (axes,) = drawing.panels(1, 1, 6.4, 3.4)
         drawing.title(figure, "Training loss")
         smoothed = 0
-        for number, (run, steps, losses) in enumerate(told):
+        for number, run, steps, losses in told:
             style = drawing.stroke(number)
             if len(losses) > MANY_POINTS:
                 smoothed = max(smoothed, window := len(losses) // 50)
-                axes.plot(steps, losses, color=style.color, alpha=0.25, linewidth=0.8, label="_raw")
+                axes.plot(steps, losses, color=style["color"], alpha=0.25, linewidth=0.8, label="_raw")
                 losses = running_mean(losses, window)
-            axes.plot(steps, losses, color=style.color, linestyle=style.linestyle, label=run.name)
-        axes.set_xlabel("step")
+            axes.plot(steps, losses, label=run.name, **style)
+        drawing.step_axis(axes)
         axes.set_ylabel("cross-entropy per target token (nats)")
-        notes = [] if len(told) > 1 else [f"Run: {told[0][0].name}."]
+        notes = [] if len(told) > 1 else [f"Run: {told[0][1].name}."]
         if smoothed:
             notes.append(f"Pale: every logged step. Line: running mean over {smoothed} logged steps.")
-        shown = [run for run, _, _ in told]
+        shown = [each[1] for each in told]
         notes += drawing.gathered(
             (run.name, run.missing.get("metrics", "it logged no loss")) for run in runs if run not in shown
         )
@@ -81,25 +81,23 @@ def loss_curves(runs: Sequence[RunData]) -> Figure | str:
 def update_norms(runs: Sequence[RunData]) -> Figure | str:
     """The size of every run's update by layer."""
     measured = [(run, *read_capacity(run)) for run in runs]
-    told = [(run, capacity) for run, capacity, _ in measured if capacity is not None]
+    told = [run for run, capacity, _ in measured if capacity is not None]
     without = drawing.gathered((run.name, why) for run, capacity, why in measured if capacity is None)
     if not told:
         return "; ".join(without)
     with drawing.look():
         figure, (axes,) = drawing.panels(1, 1, 6.4, 3.4)
         drawing.title(figure, "Size of the update by layer, all adapted modules together")
-        for number, (run, capacity) in enumerate(told):
+        for number, (run, capacity, _) in enumerate(measured):
+            if capacity is None:
+                continue
             labels, norms = layer_norms(capacity)
-            style = drawing.stroke(number)
-            axes.plot(
-                np.arange(len(norms)), norms, color=style.color, linestyle=style.linestyle, marker=style.marker,
-                label=run.name,
-            )  # fmt: skip
+            axes.plot(np.arange(len(norms)), norms, label=run.name, **drawing.stroke(number, marked=True))
             drawing.layer_ticks(axes.xaxis, labels)
         drawing.from_zero(axes)
         axes.set_xlabel("layer")
         axes.set_ylabel("Frobenius norm of s·B·A")
-        drawing.below(figure, axes, without if len(told) > 1 else [f"Run: {told[0][0].name}.", *without])
+        drawing.below(figure, axes, without if len(told) > 1 else [f"Run: {told[0].name}.", *without])
     return figure
 
 

@@ -49,7 +49,7 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
         drawing.title(figure, "Step scale of each projection: mean over layers, and the range of the layers")
         for each, (name, projection) in zip(axes, SCALES.items(), strict=True):
             each.axhline(1, color=drawing.GREY, linewidth=0.8)
-            for number, run in enumerate(told):
+            for number, run in enumerate(runs):  # of all runs, so that one has the same colour in every figure
                 if run.gates is None or not _told(run.gates.columns, name):
                     continue
                 values, style = run.gates.columns[name], drawing.stroke(number)
@@ -59,15 +59,13 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
                     steps,
                     np.nanmin(values, axis=1),
                     np.nanmax(values, axis=1),
-                    color=style.color,
+                    color=style["color"],
                     alpha=0.15,
                     linewidth=0,
                 )
-                each.plot(
-                    steps, np.nanmean(values, axis=1), color=style.color, linestyle=style.linestyle, label=run.name
-                )
+                each.plot(steps, np.nanmean(values, axis=1), label=run.name, **style)
             each.set_title(projection)
-            each.set_xlabel("step")
+            drawing.step_axis(each)
         axes[0].set_ylabel("step scale (1 = plain LoRA)")
         notes = drawing.gathered((run.name, _why_no_gates(run)) for run in runs if run not in told)
         drawing.below(figure, axes[0], notes if len(told) > 1 else [f"Run: {told[0].name}.", *notes])
@@ -135,7 +133,7 @@ def _maps(run: RunData, wanted: Mapping[str, str], title: str, unit: str) -> Fig
             bar = figure.colorbar(mesh, ax=each, pad=0.02)
             bar.outline.set_visible(False)
             bar.set_label(unit if each is axes[-1] else "")
-            each.set_xlabel("step")
+            drawing.step_axis(each)
         axes[0].set_ylabel("layer")
     return figure
 
@@ -180,8 +178,13 @@ def _histogram(axes: Axes, edges: Array, counts: Array, steps: Sequence[int]) ->
         if number == 0:
             axes.stairs(share, edges, fill=True, color="#c9c9c9", label=f"z at step {step}")
         else:
-            style = drawing.stroke(number - 1)
-            axes.stairs(share, edges, color=style.color, linewidth=1.6, label=f"z at step {step}")
+            axes.stairs(
+                share,
+                edges,
+                color=drawing.COLOURS[(number - 1) % len(drawing.COLOURS)],
+                linewidth=1.6,
+                label=f"z at step {step}",
+            )
     total = np.cumsum(shares.mean(axis=0))
     within = np.flatnonzero((total > 2.5e-4) & (total < 1 - 2.5e-4))
     low, high = (edges[within[0]], edges[min(within[-1] + 2, len(edges) - 1)]) if len(within) else (edges[0], edges[-1])

@@ -30,33 +30,25 @@ MEASURES = {
 def over_training(runs: Sequence[RunData]) -> Figure | str:
     """Each diagnostic at the end of every interval, the mean over layers; or why there is nothing to draw."""
 
-    def draw(axes: Axes, run: RunData, table: Array, style: drawing.Stroke) -> None:
-        ends = [interval["to"] for interval in _intervals(run)]
-        axes.plot(
-            ends,
-            known_mean(table, 1),
-            color=style.color,
-            linestyle=style.linestyle,
-            marker=style.marker,
-            label=run.name,
-        )
+    def draw(axes: Axes, run: RunData, table: Array, style: dict[str, Any]) -> None:
+        axes.plot([interval["to"] for interval in _intervals(run)], known_mean(table, 1), label=run.name, **style)
+        drawing.step_axis(axes)
+        axes.set_xlabel("step (end of the interval)")
 
     title = "Effective-homogeneity diagnostics over training: adjacent checkpoints, mean over layers"
-    return _figure(runs, title, "step (end of the interval)", draw)
+    return _figure(runs, title, draw)
 
 
 def by_layer(runs: Sequence[RunData]) -> Figure | str:
     """Each diagnostic by layer, the mean over intervals; or why there is nothing to draw."""
 
-    def draw(axes: Axes, run: RunData, table: Array, style: drawing.Stroke) -> None:
-        axes.plot(
-            np.arange(table.shape[1]), known_mean(table, 0), color=style.color, linestyle=style.linestyle,
-            marker=style.marker, label=run.name,
-        )  # fmt: skip
+    def draw(axes: Axes, run: RunData, table: Array, style: dict[str, Any]) -> None:
+        axes.plot(np.arange(table.shape[1]), known_mean(table, 0), label=run.name, **style)
+        axes.set_xlabel("layer")
         drawing.layer_ticks(axes.xaxis, layer_labels([str(block.get("name")) for block in _diagnosis(run)["blocks"]]))
 
     title = "Layer-wise effective-homogeneity diagnostics: adjacent checkpoints, mean over intervals"
-    return _figure(runs, title, "layer", draw)
+    return _figure(runs, title, draw)
 
 
 def measure_table(run: RunData, measure: str) -> Array:
@@ -77,8 +69,8 @@ def known_mean(table: Array, axis: int) -> Array:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figure | str:
-    told = [run for run in runs if run.diagnosis is not None and _intervals(run)]
+def _figure(runs: Sequence[RunData], title: str, draw: Any) -> Figure | str:
+    told = [run for run in runs if _intervals(run)]
     if not told:
         return "; ".join(drawing.gathered((run.name, _why_none(run)) for run in runs))
     with drawing.look():
@@ -86,15 +78,15 @@ def _figure(runs: Sequence[RunData], title: str, xlabel: str, draw: Any) -> Figu
         drawing.title(figure, title)
         for each, (measure, (name, unit)) in zip(axes, MEASURES.items(), strict=True):
             each.set_title(name)
-            tables = [(run, measure_table(run, measure)) for run in told]
-            known = [(run, table) for run, table in tables if np.isfinite(table).any()]
+            # Numbered among all runs, so that one has the same colour in every figure.
+            tables = [(n, run, measure_table(run, measure)) for n, run in enumerate(runs) if _intervals(run)]
+            known = [(n, run, table) for n, run, table in tables if np.isfinite(table).any()]
             if not known:
                 drawing.notice(each, "No number: these activations have no finite regimes.")
                 continue
-            for run, table in known:
-                draw(each, run, table, drawing.stroke(told.index(run)))
+            for number, run, table in known:
+                draw(each, run, table, drawing.stroke(number, marked=True))
             drawing.from_zero(each)
-            each.set_xlabel(xlabel)
             each.set_ylabel(unit)
         legend = max(axes, key=lambda each: len(each.get_lines()))
         missing = drawing.gathered((run.name, _why_none(run)) for run in runs if run not in told)
