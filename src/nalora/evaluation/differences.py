@@ -40,21 +40,8 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Inter
 
 
 @lru_cache(maxsize=1024)
-def student_quantile(freedom: float) -> float:
-    """The t with P(|T| < t) = 0.95 for Student's T; `freedom` is at least 1 and need not be whole.
+def student_quantile(freedom: float, alpha: float = 0.05) -> float:
+    """The t with P(|T| < t) = 1 − alpha for Student's T; `freedom` need not be whole."""
+    from scipy import stats
 
-    With t = √ν·tan θ the density is proportional to cos^(ν−1) θ, which Simpson's rule integrates to 1e-9.
-    """
-    factor = 2 / math.sqrt(math.pi) * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
-    steps = 100
-
-    def inside(angle: float) -> float:
-        heights = [math.pow(math.cos(angle * i / steps), freedom - 1) for i in range(steps + 1)]
-        weighted = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-        return factor * weighted * angle / (3 * steps)
-
-    low, high = 0.0, math.atan(12.71 / math.sqrt(freedom))  # 12.706 at one degree of freedom, less at more
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+    return float(stats.t.ppf(1 - alpha / 2, freedom))
