@@ -17,7 +17,7 @@ ELEVEN = [
     {"method": "full", "learning_rate": 3e-5},
     {"method": "lora", "learning_rate": 1e-3},
     {"method": "rslora", "learning_rate": 5e-4},
-    {"method": "adalora", "learning_rate": 2e-3},
+    {"method": "adalora", "learning_rate": 1e-2},
     {"method": "dora", "learning_rate": 1e-3},
     {"method": "lora+", "learning_rate": 2e-4},
     {"method": "pissa", "learning_rate": 2e-4},

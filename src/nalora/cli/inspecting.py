@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -60,17 +61,42 @@ def inspect(
     _print_inspection(console(), seen)
 
 
-def activations() -> None:
-    """List the activations nalora knows in closed form, with the points that bound their responsive regime."""
-    from nalora.activations import KNOWN
+def activations(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            help="Known activations, or your own as module:function or file.py:name.",
+            show_default="all that are known",
+        ),
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw φ, φ′, s, κ and χ of each into DIR, as PNG and SVG.")
+    ] = None,
+) -> None:
+    """List activations with the points that bound their responsive regime, and draw them.
 
+    Your own is an elementwise function of a tensor; its derivatives and points are found from its values.
+    """
+    from nalora.activations import KNOWN
+    from nalora.own_activation import find, twin
+
+    shown = [find(name) for name in names] if names else list(KNOWN)
     rows = table("activation", "lower", "upper", "step scaling")
-    for known in KNOWN:
-        points = known.characteristic_points
+    for each in shown:
+        points = each.characteristic_points
         bounds = [f"{point:+.9f}" for point in points] if points else ["–", "–"]
-        scaling = "regimes=derived" if known.degenerate_in_paper else "on"
-        rows.add_row(known.name, *bounds, scaling if points else "off: no finite regimes")
+        scaling = "regimes=derived" if each.degenerate_in_paper else "on"
+        same = None if each in KNOWN else twin(each)
+        title = f"{each.name} (the values of {same.name})" if same else each.name
+        rows.add_row(escape(title), *bounds, scaling if points else "off: no finite regimes")
     console().print(rows)
+    if draw is not None:
+        from nalora.report.activation_figure import draw_activation
+
+        for each in shown:
+            for file in draw_activation(each, draw):
+                print(file)
 
 
 def _print_inspection(screen: Console, seen: Inspection) -> None:

@@ -74,7 +74,7 @@ def evaluate_target(
     place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
-    loaded = _as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
+    loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
     return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report, options)}
 
 
@@ -100,7 +100,7 @@ def _evaluate_run(
     if request.split == "validation":
         place = place.with_name(f"{name}-validation")
         examples = hold_out(task.train_examples(), settings.validation_size)[1]
-    base = _as_asked(loading.load(spec), task)
+    base = as_asked(loading.load(spec), task)
     if request.with_base:
         yield "base", _evaluate(base, task, place / "base", request, style, report, options, examples=examples)
     adapted = _adapted(base, spec, trained, task)
@@ -117,7 +117,7 @@ def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, A
     return options
 
 
-def _as_asked(loaded: Loaded, task: Task) -> Loaded:
+def as_asked(loaded: Loaded, task: Task) -> Loaded:
     """The model as the task asks it: a CLIP becomes a classifier of the task's classes."""
     if isinstance(task, ImageTask):
         from nalora.tasks.clip import classifier
@@ -131,7 +131,7 @@ def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded
         import peft
 
         return Loaded(peft.PeftModel.from_pretrained(base.model, str(trained)).eval(), base.processor, spec)
-    return _as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
+    return as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
 
 
 def _evaluate(

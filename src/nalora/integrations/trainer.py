@@ -27,6 +27,7 @@ def attach_trainer(
 
     Call it once, before `trainer.train()`. Control acts after gradient reduction and before clipping, the
     controller's metrics stand in the trainer's own logs as ``nalora/…``, its state in the trainer's checkpoints.
+    Callbacks find it as ``trainer.nalora_controller``.
 
     Args:
         trainer: a `transformers.Trainer` or any subclass, its model wrapped by PEFT.
@@ -104,9 +105,11 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             follow(trainer, "_save_optimizer_and_scheduler", after=self._save),
             follow(trainer, "_load_optimizer_and_scheduler", after=self._resume),
             functools.partial(trainer.remove_callback, self),
+            functools.partial(delattr, trainer, "nalora_controller"),
         ):
             self.controller.on_detach(undo)
         trainer.add_callback(self)
+        trainer.nalora_controller = self.controller
         if trainer.optimizer is not None:
             self.controller.bind(trainer.optimizer)
 

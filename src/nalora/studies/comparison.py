@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from nalora.evaluation.differences import student_quantile
 from nalora.evaluation.intervals import Interval
 
 ALPHA = 0.05
@@ -88,11 +89,9 @@ def _comparison(
 
 def student_interval(differences: Sequence[float], alpha: float = ALPHA) -> Interval:
     """The interval of the mean of normal values."""
-    from scipy import stats
-
     mean, n = statistics.fmean(differences), len(differences)
-    half = stats.t.ppf(1 - alpha / 2, n - 1) * statistics.stdev(differences) / math.sqrt(n)
-    return Interval(mean - float(half), mean + float(half))
+    half = student_quantile(n - 1, alpha) * statistics.stdev(differences) / math.sqrt(n)
+    return Interval(mean - half, mean + half)
 
 
 def bootstrap_interval(differences: Sequence[float], seed: int = 0) -> Interval:
@@ -126,8 +125,7 @@ def seeds_to_decide(differences: Sequence[float], alpha: float) -> int | None:
     effect = mean / deviation if deviation else math.inf
 
     def power(n: int) -> float:
-        limit = stats.t.ppf(1 - alpha / 2, n - 1)
-        return float(stats.nct.sf(limit, n - 1, effect * math.sqrt(n)))
+        return float(stats.nct.sf(student_quantile(n - 1, alpha), n - 1, effect * math.sqrt(n)))
 
     low, high = 2, 2
     while power(high) < POWER:

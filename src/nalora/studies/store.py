@@ -12,7 +12,7 @@ from nalora.training.folder import RunFolder
 from nalora.training.settings import Run
 
 # Settings that change nothing of what comes out: where it is kept, what is told on the way.
-_INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "device")
+_INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
 VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
 
 

@@ -3,9 +3,12 @@
 run.yaml          every setting with its value
 environment.json  versions, hardware, the command
 metrics.jsonl     a row for every logged step
+gates.jsonl       under NA-LoRA the same for every FFN block
+snapshots/        what the run would have saved at chosen steps, to be compared
 checkpoints/      to resume from; each one whole or not counted
 adapter/          the ordinary PEFT adapter (model/ after full fine-tuning)
 evaluations/      outputs, scores and summaries by task
+diagnosis.json    how the gates moved between snapshots
 result.json       what it came to; there only when the run is finished
 """
 
@@ -38,10 +41,13 @@ class RunFolder:
         self.path = Path(path)
         self.settings = self.path / "run.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.gates = self.path / "gates.jsonl"
+        self.snapshots = self.path / "snapshots"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
         self.model = self.path / "model"
         self.evaluations = self.path / "evaluations"
+        self.diagnosis = self.path / "diagnosis.json"
         self.result = self.path / "result.json"
 
     def open(self, settings: dict[str, Any], *, resume: bool) -> Path | None:
@@ -93,11 +99,27 @@ class RunFolder:
                 shutil.rmtree(checkpoint)
         return None
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the rows of steps that will be done again, and a row cut short by a kill."""
-        if is_first_process() and self.metrics.is_file():
-            kept = [row for row in read_jsonl(self.metrics) if row.get("step", 0) <= step]
-            _write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+    def snapshot(self, step: int) -> Path:
+        """The folder of what was trained after that step; its name sorts by step."""
+        return self.snapshots / f"step-{step:08d}"
+
+    def snapshot_steps(self) -> list[int]:
+        """The steps of which there is a snapshot; one that is there is whole."""
+        return sorted(int(each.name.removeprefix("step-")) for each in self.snapshots.glob("step-*"))
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows and snapshots of steps that will be done again, and what a kill cut short."""
+        if not is_first_process():
+            return
+        for file in (self.metrics, self.gates):
+            if file.is_file():
+                kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
+                _write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
+        for later in self.snapshot_steps():
+            if later > step:
+                shutil.rmtree(self.snapshot(later))
+        for unfinished in self.snapshots.glob(".step-*"):
+            shutil.rmtree(unfinished)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write what the run came to."""

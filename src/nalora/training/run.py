@@ -26,6 +26,7 @@ from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, star
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.folder import RunFolder
 from nalora.training.settings import Run, RunSettings
+from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.start import make_start
 from nalora.training.trainer import make_trainer
 
@@ -67,7 +68,8 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
-    folder.forget_metrics_after(_step_of(checkpoint))
+    folder.forget_after(_step_of(checkpoint))
+    _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
     try:
         outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -97,6 +99,21 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
             run.method.save(model, folder.adapter)
         folder.finish(result)
     return result
+
+
+def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, material: Material) -> None:
+    """What is recorded of the gates while the run goes on."""
+    settings = run.settings
+    if (controller := getattr(trainer, "nalora_controller", None)) is not None:
+        trainer.add_callback(GateRecord(folder, controller))
+    if settings.snapshot_every:
+        trained = whole if run.method.trains_the_model else trainer.model
+        trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
+    if settings.diagnose_every:
+        # Not above: what compares checkpoints is built on top of runs, and few runs ask for it.
+        from nalora.diagnostics.online import OnlineDiagnosis
+
+        trainer.add_callback(OnlineDiagnosis(folder, run, material, controller))
 
 
 def kind_of(task: Task, settings: RunSettings) -> str:

@@ -57,6 +57,10 @@ class RunSettings:
         gradient_checkpointing: recompute activations in the backward pass.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0: only at the end or when interrupted.
+        snapshot_every: steps between snapshots of what was trained, for `nalora diagnose` (all are kept; the first and
+            the last step too); 0: none.
+        diagnose_every: steps between comparisons of the gates with the comparison before, during training; 0: none.
+        probe_size: training examples that these look at.
         report_to: loggers of transformers, such as wandb or tensorboard.
     """
 
@@ -95,6 +99,9 @@ class RunSettings:
     gradient_checkpointing: bool = False
     log_every: int = 10
     save_every: int = 0
+    snapshot_every: int = 0
+    diagnose_every: int = 0
+    probe_size: int = 64
     report_to: str | list[str] = "none"
 
     def model_spec(self, kind: Any) -> ModelSpec:
@@ -123,11 +130,22 @@ class Run:
 # Limits that a type does not say: (setting, holds, what is expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
-    *((name, lambda v: v >= 1, "1 or more") for name in ("rank", "batch_size", "max_length", "log_every")),
+    *(
+        (name, lambda v: v >= 1, "1 or more")
+        for name in ("rank", "batch_size", "max_length", "log_every", "probe_size")
+    ),
     *((name, lambda v: v is None or v >= 1, "1 or more") for name in ("steps", "micro_batch_size", "train_limit")),
     *(
         (name, lambda v: v >= 0, "0 or more")
-        for name in ("weight_decay", "max_norm", "save_every", "seed", "validation_size")
+        for name in (
+            "weight_decay",
+            "max_norm",
+            "save_every",
+            "snapshot_every",
+            "diagnose_every",
+            "seed",
+            "validation_size",
+        )
     ),
     ("dropout", lambda v: 0 <= v < 1, "a number in [0, 1)"),
     ("warmup", lambda v: 0 <= v <= 1, "a share between 0 and 1"),

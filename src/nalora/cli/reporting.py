@@ -1,0 +1,81 @@
+"""`nalora report`: what came of runs, as a page to look at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nalora.cli.screen import console
+
+if TYPE_CHECKING:
+    from nalora.report.data import RunData
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders, or a folder of runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The HTML file.", show_default="report.html in the folder given")
+    ] = None,
+    figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="In place of the page: all figures, as PNG and SVG.")
+    ] = None,
+    paper_figures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="In place of the page: the paper's two diagnostic figures.")
+    ] = None,
+    tables: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="In place of the page: tables.md and tables.tex.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Write one HTML file that shows what came of RUNs side by side; it needs no network and can be sent by mail."""
+    from nalora.report.data import read_runs
+    from nalora.report.html import write_report
+
+    found = read_runs(runs)
+    screen = console()
+    if figures or paper_figures or tables:
+        _write_parts(found, figures, paper_figures, tables)
+        if output is None and not open_it:
+            return
+    path = write_report(found, output or default_output(runs))
+    for run in found:
+        for notice in run.notices:
+            screen.print(f"{run.name}: {notice}", highlight=False, markup=False)
+    screen.print(f"the report: {path}", highlight=False, markup=False)
+    if open_it:
+        typer.launch(path.resolve().as_uri())
+
+
+def _write_parts(
+    found: Sequence[RunData], figures: Path | None, paper_figures: Path | None, tables: Path | None
+) -> None:
+    """Write what was asked for, one path a line; what could not be drawn is said on stderr, and is an error if all."""
+    from nalora.report.figures import write_figures, write_paper_figures
+    from nalora.report.run_tables import write_tables
+
+    files: list[Path] = []
+    for write, folder in ((write_figures, figures), (write_paper_figures, paper_figures)):
+        if folder is not None:
+            written = write(found, folder)
+            files += written.files
+            for sentence in written.skipped:
+                print(sentence, file=sys.stderr)
+    if tables is not None:
+        files += write_tables(found, tables)
+    for file in files:
+        print(file)
+    if not files:
+        raise typer.Exit(1)
+
+
+def default_output(runs: list[Path]) -> Path:
+    """Into the folder given; of several, into the one that they share."""
+    folders = [run.resolve() for run in runs]
+    if len(folders) == 1:
+        return runs[0] / "report.html"
+    shared = folders[0].parent
+    return runs[0].parent / "report.html" if all(each.parent == shared for each in folders) else Path("report.html")

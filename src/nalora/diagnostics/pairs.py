@@ -1,0 +1,122 @@
+"""A run and its target as two models in memory; adapters of one base share its weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nalora import tasks
+from nalora.diagnostics.dynamics import Request
+from nalora.diagnostics.probe import Probe, make_probe
+from nalora.diagnostics.saved import read_run
+from nalora.diagnostics.twins import adapt, is_adapter
+from nalora.errors import NALoRAError
+from nalora.evaluation.targets import as_asked
+from nalora.models import loading
+from nalora.models.loading import ModelSpec
+from nalora.tasks import Task
+from nalora.training.folder import RunFolder
+from nalora.training.run import kind_of
+from nalora.training.settings import Run
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a finished run was told, and where what it trained is."""
+
+    folder: RunFolder
+    run: Run
+    trained: Path
+
+
+def finished_run(path: str | Path) -> FinishedRun:
+    """The run of a folder.
+
+    Raises:
+        NALoRAError: no run is there, or one that has not come to its end.
+    """
+    folder = RunFolder(path)
+    run = read_run(folder)
+    trained = folder.model if folder.model.is_dir() else folder.adapter
+    if not folder.result.is_file() or not trained.is_dir():
+        raise NALoRAError(
+            str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
+        )
+    return FinishedRun(folder, run, trained)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models, and the batches that both are shown."""
+
+    run: nn.Module
+    target: nn.Module
+    probe: Probe
+
+
+def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
+    """Load a run and its target: a finished run, an adapter of the run's base, a model's folder, or a hub id.
+
+    Raises:
+        NALoRAError: no such target, an unfinished one, or one that cannot be loaded.
+    """
+    settings = run.run.settings if request.device is None else replace(run.run.settings, device=request.device)
+    task = tasks.get(settings.task, data_dir=settings.data_dir, **run.run.task_options)
+    spec = settings.model_spec(kind_of(task, settings))
+    target_spec, trained = _where(target, spec)
+    loaded = loading.load(spec)
+    probe, base = make_probe(
+        run.run,
+        loaded,
+        size=request.probe_size,
+        # Two models pass at a time, in the memory that one takes for the whole batch.
+        batch_size=max(1, request.batch_size // 2),
+        task=request.task,
+        data_dir=request.data_dir,
+    )
+    shelf = _Shelf(task, loaded.processor, {spec: base})
+    return Pair(shelf.trained(spec, run.trained), shelf.trained(target_spec, trained), probe)
+
+
+def _where(target: str, spec: ModelSpec) -> tuple[ModelSpec, Path]:
+    """The base that a target would be an adapter of, and where the target itself is."""
+    path = Path(target).expanduser()
+    if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
+        # A path with a folder that is there is no hub id, and should not cost a question to the hub.
+        raise NALoRAError(
+            target,
+            found="no such folder",
+            expected="a run, an adapter or a model to compare with",
+            fix="check the path",
+        )
+    if not (path / "run.yaml").is_file():
+        return spec, path
+    other = finished_run(path)
+    told = other.run.settings
+    return replace(spec, name=told.model, revision=told.revision, quantise=told.quantise), other.trained
+
+
+class _Shelf:
+    """Holds each base once; every adapter is put on a copy of its modules that has the same weights."""
+
+    def __init__(self, task: Task, processor: Any, bases: dict[ModelSpec, nn.Module]) -> None:
+        self.task, self.processor, self.bases = task, processor, bases
+
+    def trained(self, spec: ModelSpec, place: Path) -> nn.Module:
+        """What is there: an adapter of `spec`, or a model by itself."""
+        if not is_adapter(place):
+            return self._load(replace(spec, name=str(place), revision=None, quantise=None))
+        if spec not in self.bases:
+            self.bases[spec] = self._load(spec)
+        return adapt(_sharing_weights(self.bases[spec]), place)
+
+    def _load(self, spec: ModelSpec) -> nn.Module:
+        return as_asked(loading.load(spec, processor=self.processor), self.task).model
+
+
+def _sharing_weights(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})

@@ -1,0 +1,119 @@
+"""Which states of a run there are to compare: its snapshots or, without any, its checkpoints and what it saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from nalora.diagnostics.twins import is_adapter
+from nalora.errors import NALoRAError
+from nalora.methods.method import Method
+from nalora.training.folder import COMPLETE, RunFolder
+from nalora.training.settings import Run, check
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was trained after `step`; without a folder the base model itself, which is where adapters start."""
+
+    step: int
+    folder: Path | None
+
+
+def read_run(folder: RunFolder) -> Run:
+    """The settings of the run in a folder.
+
+    Raises:
+        NALoRAError: no run there, or one whose settings cannot be read.
+    """
+    if not folder.settings.is_file():
+        raise NALoRAError(
+            str(folder.path), found="no run", expected="a folder that `nalora train` wrote", fix="check the path"
+        )
+    try:
+        given = yaml.safe_load(folder.settings.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise NALoRAError(
+            str(folder.settings), found="no YAML", expected="a run's settings", fix="train it again"
+        ) from error
+    return check(given if isinstance(given, dict) else {}, str(folder.settings))
+
+
+def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[Saved], list[str]]:
+    """The states in the order of their steps, and what a reader should know of them.
+
+    Args:
+        folder: of the run.
+        run: its settings.
+        every: only steps that are multiples of this; the first and the last are always among them.
+
+    Raises:
+        NALoRAError: fewer than two of them.
+    """
+    notices: list[str] = []
+    if not folder.result.is_file():
+        notices.append("the run is not finished: this is what there is of it so far")
+    found = [Saved(step, folder.snapshot(step)) for step in folder.snapshot_steps()]
+    if not found:
+        found = _without_snapshots(folder, run, notices)
+    whole: list[Saved] = []
+    for saved in found:
+        if (damage := _damage(saved.folder)) is None:
+            whole.append(saved)
+        else:
+            notices.append(f"step {saved.step} is left out: {damage}")
+    if len(whole) < 2:
+        raise NALoRAError(
+            str(folder.path),
+            found="; ".join([f"{len(whole)} state(s) to compare", *notices]),
+            expected="at least two snapshots of what was trained",
+            fix="train with snapshot_every: N, or finish the run",
+        )
+    thinned = [each for each in whole if each in (whole[0], whole[-1]) or each.step % every == 0]
+    return thinned, notices
+
+
+def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[Saved]:
+    """The base model, whole checkpoints, and what the run saved at its end."""
+    found = {0: Saved(0, None)}
+    checkpoints = [each for each in folder.checkpoints.glob("checkpoint-*") if (each / COMPLETE).is_file()]
+    # Checkpoints hold the adapter in the form in which it is trained; some methods save another one.
+    if _saves_what_it_trains(run.method):
+        found |= {step: Saved(step, each) for each in checkpoints if (step := int(each.name.rpartition("-")[2]))}
+    elif checkpoints:
+        notices.append(f"its checkpoints are left out: {run.method.title} trains on a base of its own")
+    final = folder.model if folder.model.is_dir() else folder.adapter
+    if folder.result.is_file() and final.is_dir():
+        step = int(json.loads(folder.result.read_text(encoding="utf-8"))["steps"])
+        found.setdefault(step, Saved(step, final))
+    told = ["the base model", *(f"step {step}" for step in sorted(found) if step)]
+    notices.append(f"no snapshots (snapshot_every: N makes them): comparing {', '.join(told)}")
+    return [found[step] for step in sorted(found)]
+
+
+def _saves_what_it_trains(method: Method) -> bool:
+    trains = getattr(method, "host", method)
+    return type(trains).save is Method.save
+
+
+def _damage(folder: Path | None) -> str | None:
+    """Why a state cannot be read; None where it can."""
+    if folder is None:
+        return None
+    files = sorted(folder.glob("*.safetensors"))
+    weights = [each for each in files if each.name.startswith("adapter_model" if is_adapter(folder) else "model")]
+    if not weights:
+        return f"{folder} has no weights"
+    if not is_adapter(folder) and not (folder / "config.json").is_file():
+        return f"{folder} has neither adapter_config.json nor config.json"
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file} is damaged ({error})"
+    return None

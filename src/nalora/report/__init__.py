@@ -1,0 +1,1 @@
+"""What came of runs, for people: one HTML file that explains itself."""

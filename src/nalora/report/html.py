@@ -1,0 +1,92 @@
+"""One HTML file for any number of runs: its script, its style and its numbers inside, nothing fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib import resources, util
+from pathlib import Path
+
+from nalora import __version__
+from nalora.errors import NALoRAError
+from nalora.report import words
+from nalora.report.data import RunData
+from nalora.report.payload import payload
+
+_SCRIPTS = ("page_numbers.js", "page_charts.js", "page_sections.js", "page_capacity.js", "page.js")
+
+
+def write_report(runs: Sequence[RunData], output: str | Path) -> Path:
+    """Write the report and give its path.
+
+    Raises:
+        NALoRAError: no run is given, plotly is not installed, or the file cannot be written.
+    """
+    output = Path(output)
+    text = page(runs)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise NALoRAError(
+            str(output), found=error.strerror or str(error), expected="a file to write", fix="give another --output"
+        ) from None
+    return output
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The whole page.
+
+    Raises:
+        NALoRAError: no run is given, or plotly is not installed.
+    """
+    if not runs:
+        raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
+    data = payload(runs)  # first: it adds to the notices
+    names = ", ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    parts = {
+        "title": escape(f"nalora report: {names}"),
+        "css": _own("page.css"),
+        "summary": words.summary(runs),
+        "said": words.said(runs),
+        "answers": words.answers(runs),
+        "costs": words.costs(runs),
+        "repeat": words.repeat(runs),
+        "notices": words.notices(runs),
+        "version": escape(__version__),
+        "data": embedded(data),
+        "plotly": _within_script(_plotly()),
+        "js": "\n".join(map(_own, _SCRIPTS)),
+    }
+    # One pass, so that nothing in the data is taken for a place to fill in.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _own("page.html"))
+
+
+def embedded(data: object) -> str:
+    """JSON that can stand in a script element: no text of a run can end it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _within_script(code: str) -> str:
+    """Code whose strings hold nothing that would end a script element, or change how it is read."""
+    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _own(name: str) -> str:
+    return resources.files("nalora.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    # Found, not imported: plotly's Python side is not needed and takes a second to load.
+    found = util.find_spec("plotly")
+    places = (found.submodule_search_locations or []) if found else []
+    for place in places:
+        script = Path(place) / "package_data" / "plotly.min.js"
+        if script.is_file():
+            return script.read_text(encoding="utf-8")
+    raise NALoRAError(
+        "report", found="no plotly", expected="its script, to draw with", fix="pip install 'nalora[report]'"
+    )

@@ -1,0 +1,147 @@
+"""The tables of runs: what they scored, how their gates moved, what they cost; a row per setting, over its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nalora.report.data import RunData
+from nalora.report.paper_figures import MEASURES, known_mean, measure_table
+from nalora.report.sentences import base_summary, measures_of, score
+from nalora.report.tables import Column, Record, Table, latex, markdown, tabulate
+
+_NOT_A_SETTING = ("seed", "output")
+
+
+def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
+    """Write tables.md and tables.tex."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = run_tables(runs)
+    files = [folder / "tables.md", folder / "tables.tex"]
+    files[0].write_text(
+        "\n".join(f"## {name}\n\n{markdown(table)}" for name, table in tables.items()), encoding="utf-8"
+    )
+    files[1].write_text(
+        "\n".join(latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()),
+        encoding="utf-8",
+    )
+    return files
+
+
+def run_tables(runs: Sequence[RunData]) -> dict[str, Table]:
+    """The tables that these runs have numbers for, by title; the first is always there."""
+    labels = row_labels(runs)
+    tables = {"Results": _results(runs, labels)}
+    for name, table in (("Movement of the gates", _movement(runs, labels)), ("Cost", _cost(runs, labels))):
+        if table.columns:
+            tables[name] = table
+    return tables
+
+
+def row_labels(runs: Sequence[RunData]) -> list[str]:
+    """The method, with the settings that tell apart what is not the same setting with another seed."""
+    settings = [{k: v for k, v in run.settings.items() if k not in _NOT_A_SETTING} for run in runs]
+    labels = []
+    for run, mine in zip(runs, settings, strict=True):
+        alike = [other for other, each in zip(settings, runs, strict=True) if each.method == run.method]
+        differ = [k for k in mine if any(other.get(k) != mine[k] for other in alike)]
+        differ += [k for k in ("model", "task") if k in mine and any(other.get(k) != mine[k] for other in settings)]
+        told = ", ".join(f"{k}={mine[k]}" for k in dict.fromkeys(differ) if k != "method")
+        labels.append(f"{run.method} ({told})" if told else run.method)
+    places = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
+    # The same setting and seed twice cannot share a cell, so such runs stand under their own names.
+    return [
+        f"{place[0]} [{run.name}]" if places.count(place) > 1 else place[0]
+        for place, run in zip(places, runs, strict=True)
+    ]
+
+
+def seed_of(run: RunData) -> int:
+    """The run's seed; 0, the default, where its settings are not known."""
+    seed = run.settings.get("seed", 0)
+    return seed if isinstance(seed, int) else 0
+
+
+def _results(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
+    """Every measure of every task that was asked; without any, the loss on the training data."""
+    columns: list[Column] = []
+    records: list[Record] = []
+    bases: dict[str, dict[str, float]] = {}
+    tasks = list(dict.fromkeys(task for run in runs for task in run.evaluations))
+    for task in tasks:
+        for measure in measures_of(runs, task):
+            name = f"{task}: {measure}"
+            found = False
+            for run, label in zip(runs, labels, strict=True):
+                adapted = score(label, run.evaluations.get(task, {}).get("adapted"), measure)
+                if adapted is not None:
+                    found = True
+                    records.append(Record(label, seed_of(run), {name: adapted.value}))
+                base = score("base", base_summary(runs, run, task), measure)
+                if base is not None:
+                    bases.setdefault(f"base: {run.model}", {})[name] = base.value
+            if found:
+                share = any(_is_share(run, task, measure) for run in runs)
+                columns.append(Column(name, f"{name}, %" if share else name, scale=100 if share else 1))
+    if not columns:
+        for run, label in zip(runs, labels, strict=True):
+            loss = _number((run.result or {}).get("train_loss"))
+            if loss is not None:
+                records.append(Record(label, seed_of(run), {"training loss": loss}))
+        title = (
+            "No run was asked held-out questions; this is the loss on the training data, which does not rank methods."
+        )
+        return tabulate(records, [Column("training loss", ranked=False)], title=title)
+    records = [*(Record(label, 0, measures) for label, measures in bases.items()), *records]
+    return tabulate(records, columns, unranked=list(bases), title="Held-out results.")
+
+
+def _movement(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
+    """Cumulative movement between adjacent checkpoints: the sum over intervals of the mean over layers."""
+    records = []
+    for run, label in zip(runs, labels, strict=True):
+        if run.diagnosis is not None:
+            sums = {}
+            for measure, (name, _) in MEASURES.items():
+                means = known_mean(measure_table(run, measure), 1)
+                if means.size and not np.isnan(means).any():
+                    sums[name] = float(means.sum())
+            records.append(Record(label, seed_of(run), sums))
+    names = dict.fromkeys(name for record in records for name in record.measures)
+    columns = [Column(name, ranked=False) for name in names]
+    title = "Cumulative movement between adjacent checkpoints, mean over layers; more is neither better nor worse."
+    return tabulate(records, columns, title=title)
+
+
+def _cost(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
+    records = []
+    for run, label in zip(runs, labels, strict=True):
+        result = run.result or {}
+        seconds, steps = _number(result.get("seconds")), _number(result.get("steps"))
+        trained, memory = _number(result.get("trainable_parameters")), _number(result.get("peak_memory_gib"))
+        known = {
+            "s/step": seconds / steps if seconds is not None and steps else None,
+            "peak memory, GiB": memory,
+            "trained parameters, millions": None if trained is None else trained / 1e6,
+        }
+        records.append(Record(label, seed_of(run), {name: value for name, value in known.items() if value is not None}))
+    names = dict.fromkeys(name for record in records for name in record.measures)
+    hardware = sorted({str(run.environment["device"]) for run in runs if run.environment.get("device")})
+    title = f"Cost on {', '.join(hardware)}." if hardware else "Cost."
+    return tabulate(records, [Column(name, ranked=False) for name in names], title=title)
+
+
+def _is_share(run: RunData, task: str, measure: str) -> bool:
+    """A measure with a binomial interval counts right answers."""
+    for summary in run.evaluations.get(task, {}).values():
+        found: Any = (summary.get("measures") or {}).get(measure)
+        if isinstance(found, dict) and found.get("binomial"):
+            return True
+    return False
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

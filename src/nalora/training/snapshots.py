@@ -1,0 +1,97 @@
+"""What a run keeps for later looks at its gates: snapshots of what was trained, and rows of gates for logged steps.
+
+gates.jsonl opens with the blocks and has then, for each logged step, one list a measure with an entry for each block.
+snapshots/step-00000010/ is what the run would have saved at that step, and under NA-LoRA the controller's state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from nalora.methods.method import Method
+from nalora.metrics import NAMES
+from nalora.training.folder import RunFolder
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class GateRecord(TrainerCallback):  # type: ignore[misc]
+    """Writes gates.jsonl from a controller's metrics of every block."""
+
+    def __init__(self, folder: RunFolder, controller: Any) -> None:
+        self.folder, self.controller = folder, controller
+        self.blocks: list[str] = [each.block.name for each in controller.plan.blocks]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say which blocks there are, unless a resumed run's file does."""
+        file = self.folder.gates
+        if state.is_world_process_zero and not (file.is_file() and file.stat().st_size):
+            plans = self.controller.plan.blocks
+            self._append({
+                "blocks": [name.removeprefix(_PEFT_PREFIX) for name in self.blocks],
+                "activations": [each.block.activation.name for each in plans],
+                "thresholds": [list(each.thresholds) if each.thresholds[0] < each.thresholds[1] else None
+                               for each in plans],
+            })  # fmt: skip
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """One row for each logged step."""
+        if state.is_world_process_zero and logs and "loss" in logs:
+            values = self.controller.metrics(per_block=True)
+            columns = {name: [_rounded(values[f"{block}/{name}"]) for block in self.blocks] for name in NAMES}
+            self._append({"step": state.global_step, **columns})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with self.folder.gates.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Snapshots(TrainerCallback):  # type: ignore[misc]
+    """Saves what was trained at the first step, at every so many-th and at the last.
+
+    Args:
+        folder: of the run.
+        every: so many steps.
+        method: knows how its adapter is saved for the stock base model.
+        model: what it saves.
+        controller: NA-LoRA's, None without it.
+    """
+
+    def __init__(self, folder: RunFolder, every: int, method: Method, model: nn.Module, controller: Any) -> None:
+        self.folder, self.every, self.method, self.model, self.controller = folder, every, method, model, controller
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Where the run starts; a resumed one has that already."""
+        if state.is_world_process_zero and state.global_step == 0:
+            self.save(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the step, the controller's part included."""
+        step = state.global_step
+        if state.is_world_process_zero and (step % self.every == 0 or step == state.max_steps):
+            self.save(step)
+
+    def save(self, step: int) -> Path:
+        """Write a snapshot beside its place, then move it there: one that is there is whole."""
+        place = self.folder.snapshot(step)
+        partial = place.with_name(f".{place.name}.{os.getpid()}")
+        partial.mkdir(parents=True, exist_ok=True)
+        self.method.save(self.model, partial)
+        if self.controller is not None:
+            self.controller.save(partial)
+        if place.is_dir():
+            shutil.rmtree(place)
+        partial.replace(place)
+        return place
+
+
+def _rounded(value: float) -> float:
+    """Five significant digits: what a picture can show, and a file a third as long."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,62 @@
+"""`nalora activations`: the table of those asked for, and their drawings."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from figure_files import check_files
+
+from nalora import cli
+from nalora.activations import KNOWN
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nalora", "activations", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        printed = capsys.readouterr()
+        return leaving.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+def test_only_those_named_are_listed(run):
+    code, out, _ = run("gelu", "swish")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if "." in line]
+    assert [row[:3] for row in rows] == [
+        ["gelu", "-0.751791525", "+0.839923676"],
+        ["silu", "-1.278464543", "+1.278464543"],
+    ]
+
+
+def test_all_are_drawn(run, tmp_path):
+    code, out, _ = run("--draw", str(tmp_path))
+    assert code == 0
+    for known in KNOWN:
+        files = [tmp_path / f"{known.name}.{kind}" for kind in ("png", "svg")]
+        assert all(str(file) in out for file in files)
+        check_files(files, must_say=["χ(z)", known.name])
+
+
+def test_an_own_activation_is_listed_with_its_points_and_drawn(run, tmp_path):
+    source = tmp_path / "gates.py"
+    source.write_text("import torch\n\ndef steep(z):\n    return z * torch.sigmoid(3 * z)\n")
+    code, out, _ = run(f"{source}:steep", "torch.nn:SiLU", "--draw", str(tmp_path / "drawn"))
+    assert code == 0
+    assert "+0.426154848" in out
+    assert "SiLU (the values of silu)" in out
+    check_files([tmp_path / "drawn" / f"steep.{kind}" for kind in ("png", "svg")], must_say=["+0.4262"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("sillu", "use 'silu'"), ("torch:logsumexp", "elementwise"), ("none.py:f", "no such file")]
+)
+def test_a_mistake_is_one_line(run, name, said):
+    code, out, err = run(name)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1

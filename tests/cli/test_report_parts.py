@@ -1,0 +1,86 @@
+"""`nalora report` with --figures, --paper-figures and --tables: files in place of the page, one path a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nalora import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nalora", "report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        printed = capsys.readouterr()
+        return leaving.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with a loss and a diagnosis of one interval, and nothing else."""
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "run.yaml").write_text("method: lora\nmodel: tiny\ntask: sums\nseed: 0\n")
+    (path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": 2 / i}) + "\n" for i in (1, 2, 3)))
+    (path / "result.json").write_text(json.dumps({"steps": 3, "seconds": 6.0, "train_loss": 1.2}))
+    measures = {"flip": [0.1, 0.2], "kappa_drift": [0.5, 0.6], "suppressive": [0.1, 0.1]}
+    blocks = [{"name": f"layers.{i}.mlp", "activation": "silu", "lower": -1.28, "upper": 1.28} for i in range(2)]
+    diagnosis = {"version": 1, "blocks": blocks, "steps": [0, 3], "intervals": [{"from": 0, "to": 3} | measures]}
+    (path / "diagnosis.json").write_text(json.dumps(diagnosis))
+    return path
+
+
+def test_figures(run, folder, tmp_path):
+    code, out, err = run(folder, "--figures", tmp_path / "f")
+    assert code == 0
+    files = [Path(line) for line in out.splitlines()]
+    assert {file.stem for file in files} == {"loss", "diagnostics-over-training", "diagnostics-by-layer"}
+    assert all(file.is_file() for file in files)
+    assert "run-kappa was not drawn: the diagnosis has no histogram" in err
+    assert not (folder / "report.html").exists()
+
+
+def test_the_papers_figures(run, folder, tmp_path):
+    code, out, err = run(folder, "--paper-figures", tmp_path / "p")
+    assert (code, err) == (0, "")
+    assert sorted(Path(line).name for line in out.splitlines()) == [
+        f"diagnostics-{name}.{kind}" for name in ("by-layer", "over-training") for kind in ("png", "svg")
+    ]
+
+
+def test_tables(run, folder, tmp_path):
+    code, out, _ = run(folder, "--tables", tmp_path / "t")
+    assert code == 0
+    assert [Path(line).name for line in out.splitlines()] == ["tables.md", "tables.tex"]
+    text = (tmp_path / "t" / "tables.md").read_text()
+    assert "| lora | 2.000 |" in text
+    assert "| lora | 0.1500 | 0.5500 | 0.1000 |" in text
+
+
+def test_the_page_comes_too_where_it_is_asked_for(run, folder, tmp_path):
+    code, out, _ = run(folder, "--tables", tmp_path / "t", "--output", tmp_path / "page.html")
+    assert code == 0
+    assert (tmp_path / "page.html").is_file()
+    assert "page.html" in out
+
+
+def test_nothing_to_draw_is_said_and_no_folder_made(run, tmp_path):
+    (tmp_path / "run.yaml").write_text("method: lora\n")
+    code, out, err = run(tmp_path, "--paper-figures", tmp_path / "p")
+    assert (code, out) == (1, "")
+    assert "No diagnosis yet" in err
+    assert not (tmp_path / "p").exists()
+
+
+def test_no_run_is_one_line(run, tmp_path):
+    code, _, err = run(tmp_path / "nowhere", "--figures", tmp_path / "f")
+    assert code == 2
+    assert "no such folder" in err

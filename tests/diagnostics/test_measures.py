@@ -1,0 +1,146 @@
+"""The measures against what they are by definition, and the identities between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from nalora import activations
+from nalora.diagnostics.measures import HISTOGRAM_EDGES, movement, real_rows, rows_of, standing
+
+
+def gates(tokens=200, channels=7, spread=3.0, seed=0, dtype=torch.float32):
+    return (torch.randn(tokens, channels, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+
+
+def moved(spread=3.0, by=1.5):
+    z = gates(spread=spread)
+    return z, z + by * gates(spread=1.0, seed=1)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu", "mish", "relu", "relu2"])
+def test_means_are_the_definitions(name):
+    """Straight from the definitions, one number at a time, in Python's floats."""
+    activation = activations.get(name)
+    points = activation.characteristic_points
+    z, after = moved()
+    mask = torch.rand(7, generator=torch.Generator().manual_seed(2))
+    found = movement(z, after, activation, points).means(mask)
+    wide, wide_after = z.double(), after.double()
+    selection = [activation.selection(each) for each in (wide, wide_after)]
+    kappa = [activation.kappa(each) for each in (wide, wide_after)]
+    count = z.numel()
+    expected = dict.fromkeys(("D_sel", "kappa_drift", "D_EH", "flip", "suppressive", "positive", "severe"), 0.0)
+    for t in range(z.shape[0]):
+        for c in range(z.shape[1]):
+            expected["D_sel"] += abs(float(selection[1][t, c] - selection[0][t, c])) / count
+            change = float(kappa[1][t, c] - kappa[0][t, c])
+            expected["kappa_drift"] += abs(change) / count
+            expected["D_EH"] += float(mask[c]) * change**2 / z.shape[0]
+            if points is None:
+                continue
+            r, s = ((float(v) > points.upper) - (float(v) < points.lower) for v in (z[t, c], after[t, c]))
+            expected["flip"] += (r != s) / count
+            expected["suppressive"] += ((r == -1) != (s == -1)) / count
+            expected["positive"] += ((r == 1) != (s == 1)) / count
+            expected["severe"] += (r * s == -1) / count
+    for measure, value in expected.items():
+        if points is None and measure in ("flip", "suppressive", "positive", "severe"):
+            assert found[measure] is None
+        else:
+            assert found[measure] == pytest.approx(value, rel=2e-6, abs=1e-12), measure
+    assert (points is None) == (name in ("relu", "relu2"))
+
+
+@pytest.mark.parametrize("by", [0.01, 1.0, 8.0])
+def test_flip_is_suppressive_plus_positive_minus_severe(by):
+    silu = activations.get("silu")
+    z, after = moved(by=by)
+    found = movement(z, after, silu, silu.characteristic_points)
+    assert found.flip.dtype == torch.int64
+    assert torch.equal(found.flip, found.suppressive + found.positive - found.severe)
+    assert found.flip.sum() > 0
+    if by == 8.0:
+        assert found.severe.sum() > 0
+
+
+def test_nothing_moves_between_equal_states():
+    silu = activations.get("silu")
+    z = gates()
+    assert set(movement(z, z.clone(), silu, silu.characteristic_points).means().values()) == {0.0}
+
+
+def test_a_way_is_no_shorter_than_its_ends_are_apart():
+    silu = activations.get("silu")
+    way = [gates(spread=2.0, seed=seed, dtype=torch.float64) for seed in range(5)]
+    points = silu.characteristic_points
+    steps = [movement(a, b, silu, points) for a, b in itertools.pairwise(way)]
+    walked = {name: sum(step.means()[name] for step in steps) for name in steps[0].means()}
+    ends = movement(way[0], way[-1], silu, points).means()
+    for name in ("D_sel", "flip", "kappa_drift", "suppressive", "positive"):
+        assert walked[name] >= ends[name] > 0
+
+
+def test_sums_do_not_depend_on_how_tokens_are_split():
+    silu = activations.get("silu")
+    z, after = moved()
+    points = silu.characteristic_points
+    whole = movement(z, after, silu, points)
+    parts = [movement(a, b, silu, points) for a, b in zip(z.split(17), after.split(17), strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    assert total.tokens == whole.tokens == 200
+    for name in ("flip", "suppressive", "positive", "severe"):
+        assert torch.equal(getattr(total, name), getattr(whole, name))
+    # σ itself differs in its last bit between the body and the tail of a vectorised loop.
+    for name in ("selection", "kappa", "homogeneity"):
+        torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-7, atol=0)
+
+
+def test_shares_and_histogram():
+    silu = activations.get("silu")
+    lower, upper = silu.characteristic_points
+    z = gates(spread=6.0)
+    found = standing(z, (lower, upper), histogram=True)
+    assert found.shares() == pytest.approx(
+        [float((z < lower).double().mean()), float(((z >= lower) & (z <= upper)).double().mean()),
+         float((z > upper).double().mean())], abs=1e-15
+    )  # fmt: skip
+    inside = torch.histc(z, 64, -8, 8)
+    assert len(HISTOGRAM_EDGES) == 65
+    assert torch.equal(found.histogram[1:-1], inside[1:-1].long())
+    assert found.histogram.sum() == z.numel()
+    assert found.histogram[0] == (z < -7.75).sum()
+    assert found.histogram[-1] == (z >= 7.75).sum()
+    assert standing(z, None).shares() is None
+    twice = found + found
+    assert twice.tokens == 400
+    assert twice.shares() == found.shares()
+
+
+def test_half_precision_is_measured_in_float32():
+    silu = activations.get("silu")
+    z, after = (each.bfloat16() for each in moved())
+    half = movement(z, after, silu, silu.characteristic_points).means()
+    assert half == movement(z.float(), after.float(), silu, silu.characteristic_points).means()
+
+
+def test_gates_that_are_no_numbers_are_in_no_regime():
+    silu = activations.get("silu")
+    z = torch.tensor([[math.nan, 1.0, -math.inf]])
+    found = standing(z, silu.characteristic_points, histogram=True)
+    assert found.regimes.sum() == 2
+    assert found.histogram.sum() == 2
+
+
+def test_rows_are_the_real_tokens():
+    z = torch.arange(24.0).view(2, 4, 3)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
+    parts = [rows_of(z, rows) for rows in real_rows(z, mask, limit=6)]
+    assert [len(part) for part in parts] == [2, 2]
+    assert torch.equal(torch.cat(parts), z[mask])
+    assert sum(len(rows) for rows in real_rows(z, None)) == 8

@@ -1,0 +1,237 @@
+"""The page without a browser: whole by itself, its numbers those of the files, its words true."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+
+from nalora.errors import NALoRAError
+from nalora.report.capacity import read_capacity
+from nalora.report.data import read_run, read_runs
+from nalora.report.html import page, write_report
+from nalora.report.payload import payload
+from nalora.report.sentences import findings
+from report.run_folders import summary, write, write_run
+
+
+class Page(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text: list[str] = []
+        self._in = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._in = tag
+
+    def handle_endtag(self, tag):
+        self._in = ""
+
+    def handle_data(self, data):
+        (self.scripts if self._in == "script" else self.text).append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def embedded_data(text: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(found[1])
+
+
+def unpacked(packed: dict) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed["f32"]), "<f4").reshape(packed["shape"])
+
+
+def test_nothing_is_fetched(tmp_path):
+    seen = Page(page([read_run(write_run(tmp_path, mismatch=True))]))
+    for tag, attributes in seen.tags:
+        for name in ("src", "href", "srcset", "action", "data", "poster"):
+            address = attributes.get(name) or ""
+            assert not address or address.startswith(("#", "data:")), (tag, attributes)
+    style = (write_report.__globals__["_own"])("page.css")
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
+    seen = Page(page([read_run(write_run(tmp_path))]))
+    assert seen.all("html")[0]["lang"] == "en"
+    for landmark in ("header", "nav", "main", "footer", "h1"):
+        assert len(seen.all(landmark)) == 1
+    ids = {attributes.get("id") for _, attributes in seen.tags}
+    assert seen.all("a")[0]["href"] == "#learn"
+    labelled = {label["for"] for label in seen.all("label")}
+    for tag in ("select", "input"):
+        assert {control["id"] for control in seen.all(tag)} <= labelled <= ids
+    for section in seen.all("section"):
+        assert section["aria-labelledby"] in ids
+    assert all(cell.get("scope") for cell in seen.all("th"))
+
+
+def test_sections_come_in_the_order_of_the_questions(tmp_path):
+    seen = Page(page([read_run(write_run(tmp_path))]))
+    order = ["learn", "gates", "mismatch", "capacity", "cost", "repeat", "notices"]
+    assert [section["id"] for section in seen.all("section")] == order
+
+
+def test_the_numbers_are_those_of_the_files(tmp_path):
+    run = write_run(tmp_path, steps=9, layers=3, mismatch=True)
+    read = read_run(run)
+    (data,) = embedded_data(page([read]))["runs"]
+    np.testing.assert_array_equal(data["gates"]["steps"], read.gates.steps)
+    for name, packed in data["gates"]["columns"].items():
+        np.testing.assert_array_equal(unpacked(packed), read.gates.columns[name].T.astype(np.float32))
+    np.testing.assert_array_equal(unpacked(data["metrics"]["loss"]["x"]), read.series("loss")[0])
+    np.testing.assert_allclose(unpacked(data["metrics"]["loss"]["y"]), read.series("loss")[1], rtol=1e-7)
+    diagnosis = json.loads((run / "diagnosis.json").read_text())
+    for name, packed in data["diagnosis"]["measures"].items():
+        np.testing.assert_allclose(unpacked(packed).T, [each[name] for each in diagnosis["intervals"]], rtol=1e-7)
+    assert data["diagnosis"]["histogram"]["counts"] == diagnosis["histogram"]["counts"]
+    assert data["mismatch"]["share"] == json.loads((run / "mismatch.json").read_text())["share"]
+    capacity, _ = read_capacity(read)
+    norms = unpacked(data["capacity"]["norms"])
+    gate = data["capacity"]["kinds"].index("gate_proj")
+    assert norms[2, gate] == pytest.approx(capacity.modules["model.layers.2.mlp.gate_proj"], rel=1e-6)
+
+
+def test_long_runs_are_thinned_to_steps_of_the_file(tmp_path):
+    read = read_run(write_run(tmp_path, steps=2000, layers=2))
+    gates = payload([read])["runs"][0]["gates"]
+    assert gates["logged"] == 2000
+    assert len(gates["steps"]) == 600
+    assert (gates["steps"][0], gates["steps"][-1]) == (1, 2000)
+    rows = [list(read.gates.steps).index(step) for step in gates["steps"]]
+    np.testing.assert_array_equal(
+        unpacked(gates["columns"]["p_sup"]), read.gates.columns["p_sup"][rows].T.astype(np.float32)
+    )
+
+
+def test_wide_layers_keep_the_channels_with_the_largest_update(tmp_path, monkeypatch):
+    read = read_run(write_run(tmp_path, width=40))
+    monkeypatch.setattr("nalora.report.payload.MOST_CHANNELS", 16)
+    layer = payload([read])["runs"][0]["capacity"]["channels"][1]
+    norms = read_capacity(read)[0].rows["model.layers.1.mlp.gate_proj"]
+    assert layer["width"] == 40
+    assert set(layer["numbers"]) == set(np.argsort(-norms)[:16].tolist())
+    np.testing.assert_allclose(unpacked(layer["norms"]), norms[layer["numbers"]], rtol=1e-6)
+
+
+def test_channels_of_a_diagnosis_are_kept(tmp_path):
+    read = read_run(write_run(tmp_path, channels=True, width=24))
+    layers = payload([read])["runs"][0]["diagnosis"]["channels"]["layers"]
+    assert len(layers) == 4
+    assert layers[0]["numbers"] == list(range(24))
+    assert unpacked(layers[0]["measures"]["flip"]).shape == (24, 3)
+
+
+def test_damaged_channels_are_a_notice(tmp_path):
+    run = write_run(tmp_path, channels=True)
+    (run / "diagnosis_channels.safetensors").write_bytes(b"nothing")
+    assert "diagnosis_channels.safetensors is damaged" in page([read_run(run)])
+
+
+def test_no_text_of_a_run_can_leave_its_place(tmp_path):
+    evil = '</script><script>alert(1)</script><img src=x onerror="alert(1)">{{css}}'
+    run = write_run(tmp_path, model=evil, task=evil)
+    text = page([read_run(run)])
+    seen = Page(text)
+    assert not seen.all("img")
+    assert len(seen.all("script")) == 4
+    assert "{{css}}" in "".join(seen.text)
+
+
+def test_numbers_that_json_lacks_do_not_break_the_page(tmp_path):
+    run = write_run(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "loss": NaN, "seconds": Infinity}\n')
+    scores = summary(10) | {"target_loss": {"value": float("nan"), "bootstrap": [float("nan"), float("inf")]}}
+    write(next(run.glob("evaluations/**/adapted-*/summary.json")), scores)
+    (data,) = embedded_data(page([read_run(run)]))["runs"]
+    assert np.isnan(unpacked(data["metrics"]["loss"]["y"])[-1])
+
+
+@pytest.mark.parametrize("lost", ["result.json", "environment.json", "run.yaml", "metrics.jsonl", "gates.jsonl"])
+def test_a_page_comes_of_whatever_is_left(tmp_path, lost):
+    run = write_run(tmp_path)
+    (run / lost).unlink()
+    text = page([read_run(run)])
+    assert embedded_data(text)["runs"][0]["name"] == "run"
+
+
+@pytest.mark.parametrize("damage", [[], {}, None, "x", [None], {"a": 1}, [[1], 2]])
+@pytest.mark.parametrize("key", ["blocks", "steps", "intervals", "histogram", "first_to_last", "channels"])
+def test_a_diagnosis_of_any_shape_makes_a_page(tmp_path, key, damage):
+    run = write_run(tmp_path)
+    diagnosis = json.loads((run / "diagnosis.json").read_text())
+    write(run / "diagnosis.json", diagnosis | {key: damage})
+    page([read_run(run)])
+
+
+@pytest.mark.parametrize("damage", [[], {}, None, "x", {"accuracy": 3}, {"accuracy": {"value": "x"}}])
+def test_a_summary_of_any_shape_makes_a_page(tmp_path, damage):
+    run = write_run(tmp_path)
+    file = next(run.glob("evaluations/**/adapted-*/summary.json"))
+    write(file, json.loads(file.read_text()) | {"measures": damage})
+    page([read_run(run)])
+
+
+def test_what_can_be_said_follows_the_intervals(tmp_path):
+    runs = [write_run(tmp_path, name=name) for name in ("good", "bad", "same")]
+    for run, right in zip(runs, (60, 1, 5), strict=True):
+        write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
+    said = findings(read_runs(runs))
+    accuracy = [sentence for sentence in said if sentence.startswith("Accuracy")]
+    assert any("good 0.6" in sentence and sentence.endswith("learnt.") for sentence in accuracy)
+    assert any("same 0.05" in sentence and "may be chance" in sentence for sentence in accuracy)
+    assert any("good is better than bad, same; all other intervals overlap" in sentence for sentence in accuracy)
+    assert "one seed" in said[-1]
+
+
+def test_a_lower_loss_is_better(tmp_path):
+    runs = [write_run(tmp_path, name=name) for name in ("low", "high")]
+    for run, right in zip(runs, (90, 20), strict=True):
+        write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
+    said = [sentence for sentence in findings(read_runs(runs)) if sentence.startswith("Loss")]
+    assert any("low is better than high" in sentence for sentence in said)
+
+
+def test_several_seeds_are_not_called_one(tmp_path):
+    runs = [write_run(tmp_path, name=f"seed-{seed}", seed=seed) for seed in (0, 1)]
+    assert not any("one seed" in sentence for sentence in findings(read_runs(runs)))
+
+
+def test_the_command_repeats_the_run(tmp_path):
+    run = write_run(tmp_path)
+    seen = "".join(Page(page([read_run(run)])).text)
+    assert f"nalora train {run}/run.yaml output={run}-again" in seen
+    for key in yaml.safe_load((run / "run.yaml").read_text()):
+        assert key in seen
+
+
+def test_the_file_is_written_where_asked(tmp_path):
+    read = read_run(write_run(tmp_path))
+    path = write_report([read], tmp_path / "deep" / "er" / "report.html")
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(NALoRAError, match="another --output"):
+        write_report([read], tmp_path / "taken" / "report.html")
+    with pytest.raises(NALoRAError, match="no runs"):
+        write_report([], tmp_path / "x.html")
+
+
+def test_without_plotly_the_fix_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("nalora.report.html.util.find_spec", lambda name: None)
+    with pytest.raises(NALoRAError, match=re.escape("pip install 'nalora[report]'")):
+        page([read_run(write_run(tmp_path))])
