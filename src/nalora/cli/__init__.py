@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nalora import __version__
-from nalora.cli import diagnosing, inspecting, listing, reporting, runs
+from nalora.cli import diagnosing, inspecting, listing, reporting, runs, studying
 from nalora.errors import NALoRAError
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def _options(
 
 
 for command in (
-    runs.demo, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report,
+    runs.demo, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report, studying.study,
     inspecting.inspect, listing.methods, listing.tasks, listing.models, inspecting.activations,
 ):  # fmt: skip
     app.command()(command)

@@ -98,7 +98,7 @@ def _evaluate_run(
     style = request.style or settings.prompt_style
     examples = None
     if request.split == "validation":
-        place = place.with_name(f"{name}-validation")
+        place = place.parent / f"{place.name}-validation"
         examples = hold_out(task.train_examples(), settings.validation_size)[1]
     base = as_asked(loading.load(spec), task)
     if request.with_base:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nalora.studies.job import Job
@@ -18,10 +19,7 @@ class Cell(NamedTuple):
     settings: tuple[tuple[str, Any], ...]
     arm: Arm
 
-    @property
-    def name(self) -> str:
-        """For people."""
-        return ", ".join([self.arm.name, *(f"{name} {value}" for name, value in self.settings)])
+    name: str  # for people, and its own
 
 
 class Schedule:
@@ -29,19 +27,25 @@ class Schedule:
 
     def __init__(self, study: Study, store: str) -> None:
         self.study, self.store = study, store
-        self.cells = [Cell(tuple(cell.items()), arm) for cell in study.cells() for arm in study.arms]
-        self._jobs: dict[tuple[str, float, int], Job] = {}
+        self.cells = [
+            Cell(tuple(cell.items()), arm, ", ".join([arm.name, *(f"{name} {value}" for name, value in cell.items())]))
+            for cell in study.cells()
+            for arm in study.arms
+        ]
+        self._jobs: dict[tuple[str, float, int, tuple[str, ...]], Job] = {}
 
     def job(self, cell: Cell, rate: float, seed: int, *parts: str) -> Job:
         """The run of this cell at this learning rate with this seed, and what is asked of it."""
-        known = self._jobs.get((cell.name, rate, seed))
-        if known is None:
-            run = self.study.run(dict(cell.settings), cell.arm, rate, seed)
-            settings = {name: value for name, value in run.to_dict().items() if name != "output"}
-            label = f"{cell.name}, lr {rate:g}, seed {seed}"
-            known = Job(key(run), settings, (), self.store, label, self.study.ask_limit)
-            self._jobs[cell.name, rate, seed] = known
-        return known if not parts else Job(**{**vars(known), "parts": parts})
+        place = (cell.name, rate, seed, parts)
+        if place not in self._jobs:
+            if parts:
+                self._jobs[place] = replace(self.job(cell, rate, seed), parts=parts)
+            else:
+                run = self.study.run(dict(cell.settings), cell.arm, rate, seed)
+                settings = {name: value for name, value in run.to_dict().items() if name != "output"}
+                label = f"{cell.name}, lr {rate:g}, seed {seed}"
+                self._jobs[place] = Job(key(run), settings, (), self.store, label, self.study.ask_limit)
+        return self._jobs[place]
 
     def screening(self, cell: Cell) -> list[Job]:
         """The runs that a learning rate is chosen by; none where there is nothing to choose."""
@@ -90,8 +94,9 @@ class Schedule:
             for job in wanted:
                 known = results.get(job.key)
                 if job.key not in failed and not (known and all(known.has(part) for part in job.parts)):
-                    asked = jobs[job.key].parts if job.key in jobs else ()
-                    jobs[job.key] = Job(**{**vars(job), "parts": tuple(dict.fromkeys((*asked, *job.parts)))})
+                    twin = jobs.get(job.key, job)
+                    parts = tuple(dict.fromkeys((*twin.parts, *job.parts)))
+                    jobs[job.key] = twin if parts == twin.parts else replace(twin, parts=parts)
         return list(jobs.values())
 
     def total(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> int:

@@ -54,20 +54,16 @@ class Store:
             return None
         losses: dict[str, float] = {}
         measures: dict[str, float] = {}
-        for part, file in (
-            (VALIDATION, "*-validation/adapted-*/losses.json"),
-            (TEST, "*/adapted-*/losses.json"),
-            (TEST, "*/adapted-*/summary.json"),
-        ):
-            for path in sorted(folder.evaluations.glob(file)):
-                summary = _read(path)
-                held_out = path.parent.parent.name.endswith("-validation")
-                if summary is None or held_out != (part == VALIDATION):
-                    continue
-                if loss := summary.get("target_loss"):
-                    losses[part] = _number(loss["value"])
-                if path.name == "summary.json":
-                    measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
+        # A task's name may hold a slash, which makes its folder one deeper.
+        for path in sorted(folder.evaluations.rglob("adapted-*/*.json")):
+            summary = _read(path)
+            if summary is None:
+                continue
+            part = VALIDATION if path.parent.parent.name.endswith("-validation") else TEST
+            if loss := summary.get("target_loss"):
+                losses[part] = _number(loss["value"])
+            if path.name == "summary.json":
+                measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
         return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))
 
 

@@ -1,0 +1,93 @@
+"""`nalora study`: many runs of one question, conducted to their end, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nalora.cli.screen import console, hush_libraries, table
+
+INTERRUPTED = 130
+
+
+def study(
+    file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared; see studies/.")],
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
+    ] = "local",
+    workers: Annotated[int | None, typer.Option(min=1, help="local: runs at a time.")] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Runs that share one GPU.")] = 1,
+    address: Annotated[str | None, typer.Option(help="ray: a running cluster; one is started here without it.")] = None,
+    cpus: Annotated[float, typer.Option(min=0.1, help="ray: CPUs of one run.")] = 1.0,
+    store: Annotated[Path, typer.Option(help="The folder of all runs; a cluster's nodes must share it.")] = Path(
+        "runs/store"
+    ),
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try runs again that failed before.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+) -> None:
+    """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it."""
+    hush_libraries()
+    from nalora.studies import answer
+    from nalora.studies.conduct import conduct
+    from nalora.studies.schedule import Schedule
+    from nalora.studies.study import read
+
+    described = read(file)
+    screen = console()
+    schedule = Schedule(described, str(store))
+    if dry_run:
+        for job in schedule.open_jobs({}, {}):
+            screen.print(f"{job.key}  {job.label}", highlight=False)
+        screen.print(f"{schedule.total({}, {})} runs in all, {len(described.arms)} arms", highlight=False)
+        return
+    from rich.live import Live
+
+    try:
+        with Live(console=screen, refresh_per_second=2, transient=True) as live:
+            progress = conduct(
+                described,
+                store,
+                _engine(engine, workers, per_gpu, address, cpus),
+                retry_failed=retry_failed,
+                changed=lambda now: live.update(states(now)),
+            )
+    except KeyboardInterrupt:
+        screen.print("stopped; start it again to go on", highlight=False)
+        raise typer.Exit(INTERRUPTED) from None
+    parts = answer.answer(progress.schedule, progress.results, progress.failed)
+    page = answer.write(described, parts, progress.failed, store)
+    screen.print(answer.in_markdown(described, parts, progress.failed), highlight=False, markup=False)
+    for key, error in progress.failed.items():
+        screen.print(f"failed: {key}: {error} (see {store / key}.log)", highlight=False, markup=False)
+    screen.print(f"the answer: {page}", highlight=False)
+
+
+def _engine(name: str, workers: int | None, per_gpu: int, address: str | None, cpus: float) -> Any:
+    if name == "ray":
+        import torch
+
+        from nalora.studies.ray_engine import RayEngine
+
+        return RayEngine(address, cpus=cpus, gpus=1 / per_gpu if torch.cuda.is_available() else 0.0)
+    from nalora.studies.engines import LocalEngine
+
+    return LocalEngine(workers, per_gpu)
+
+
+def states(progress: Any) -> Any:
+    """The live table: every arm's runs by state, and how long it may still take."""
+    schedule = progress.schedule
+    left = progress.seconds_left
+    ahead = f", about {left / 60:.0f} min left" if left is not None else ""
+    rows = table("arm", "done", "running", "failed", "learning rate",
+                 title=f"{progress.done} of {progress.total} runs{ahead}")  # fmt: skip
+    running = set(progress.running)
+    for cell in schedule.cells:
+        rate = schedule.chosen_rate(cell, progress.results, progress.failed)
+        jobs = {job.key for job in schedule.screening(cell)}
+        jobs |= {job.key for job in schedule.final(cell, rate)} if rate is not None else set()
+        counts = (len(jobs & each) for each in (set(progress.results), running, set(progress.failed)))
+        rows.add_row(cell.name, *(str(count) for count in counts), f"{rate:g}" if rate else "screening")
+    return rows

@@ -1,0 +1,115 @@
+"""What a study came to: a table for every combination of settings, and a plain sentence for every claim."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nalora.report.tables import Column, Record, Table, markdown, tabulate
+from nalora.studies.comparison import Comparison, compare, sentence
+from nalora.studies.schedule import Cell, Schedule
+from nalora.studies.store import TEST, Result
+from nalora.studies.study import Study
+from nalora.training.folder import write_json
+
+LOSS = "test loss"
+
+
+class Part(NamedTuple):
+    """The results of one combination of settings."""
+
+    settings: dict[str, Any]
+    table: Table
+    comparisons: dict[str, list[Comparison]]  # by measure
+    rates: dict[str, float | None]  # the learning rate chosen for each arm
+    missing: tuple[str, ...]  # arms without all of their runs
+
+    def sentences(self) -> list[str]:
+        """What may be said."""
+        return [sentence(each, measure) for measure, found in self.comparisons.items() for each in found]
+
+
+def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Part]:
+    """Every combination of the study, as far as it is known."""
+    combinations: dict[tuple[tuple[str, Any], ...], list[Cell]] = {}
+    for cell in schedule.cells:
+        combinations.setdefault(cell.settings, []).append(cell)
+    return [_part(schedule, dict(settings), cells, results, failed) for settings, cells in combinations.items()]
+
+
+def _part(
+    schedule: Schedule,
+    settings: dict[str, Any],
+    cells: list[Cell],
+    results: Mapping[str, Result],
+    failed: Mapping[str, str],
+) -> Part:
+    records: list[Record] = []
+    rates: dict[str, float | None] = {}
+    missing = []
+    for cell in cells:
+        rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results, failed)
+        jobs = schedule.final(cell, rate) if rate is not None else []
+        found = [(job, results[job.key]) for job in jobs if job.key in results and results[job.key].has(TEST)]
+        if len(found) < len(cell.arm.seeds):
+            missing.append(cell.arm.name)
+        for job, result in found:
+            measures = {LOSS: result.losses[TEST], **result.measures}
+            records.append(Record(cell.arm.name, job.settings["seed"], measures))
+    names = list(dict.fromkeys(name for record in records for name in record.measures))
+    columns = [Column(name, lower=name == LOSS, scale=1.0 if name == LOSS else 100.0,
+                      title=name if name == LOSS else f"{name} %") for name in names]  # fmt: skip
+    table = tabulate(records, columns)
+    baseline = schedule.study.baseline
+    comparisons = {name: compare(_values(records, name), baseline, higher_is_better=name != LOSS)
+                   for name in names if baseline in _values(records, name)}  # fmt: skip
+    return Part(settings, table, comparisons, rates, tuple(missing))
+
+
+def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
+    """By arm and seed; a run that diverged is no number that a mean could be of."""
+    values: dict[str, dict[int, float]] = {}
+    for label, seed, measures in records:
+        if math.isfinite(measures.get(measure, math.nan)):
+            values.setdefault(label, {})[seed] = measures[measure]
+    return values
+
+
+def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> str:
+    """The answer as a page."""
+    lines = [f"# {study.name}\n"]
+    for part in parts:
+        if part.settings:
+            lines.append("## " + ", ".join(f"{name} {value}" for name, value in part.settings.items()) + "\n")
+        lines += [markdown(part.table)]
+        chosen = ", ".join(f"{arm} {rate:g}" if rate else f"{arm} –" for arm, rate in part.rates.items())
+        lines.append(f"Learning rates, chosen by validation loss: {chosen}.\n")
+        if part.missing:
+            lines.append(f"Not complete: {', '.join(part.missing)}.\n")
+        lines += [f"- {each}" for each in part.sentences()] + [""]
+    if failed:
+        lines.append(f"{len(failed)} run(s) failed.")
+    return "\n".join(lines)
+
+
+def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Path) -> Path:
+    """Keep the answer as a page and as numbers beside the runs; the page's path."""
+    page = folder / f"{study.name}.md"
+    page.write_text(in_markdown(study, parts, failed), encoding="utf-8")
+    content = [
+        {
+            "settings": part.settings,
+            "learning_rates": part.rates,
+            "missing": part.missing,
+            "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
+            "measures": [column.measure for column in part.table.columns],
+            "comparisons": {name: [each._asdict() for each in found] for name, found in part.comparisons.items()},
+            "sentences": part.sentences(),
+        }
+        for part in parts
+    ]
+    write_json(folder / f"{study.name}.json", json.loads(json.dumps(content, default=str)))
+    return page
