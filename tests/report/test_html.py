@@ -195,7 +195,7 @@ def test_what_can_be_said_follows_the_intervals(tmp_path):
     accuracy = [sentence for sentence in said if sentence.startswith("Accuracy")]
     assert any("good 0.6" in sentence and sentence.endswith("learnt.") for sentence in accuracy)
     assert any("same 0.05" in sentence and "may be chance" in sentence for sentence in accuracy)
-    assert any("good is better than bad, same; all other intervals overlap" in sentence for sentence in accuracy)
+    assert any("good is better than bad, same; all others overlap" in sentence for sentence in accuracy)
     assert "one seed" in said[-1]
 
 

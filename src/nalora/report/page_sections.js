@@ -79,7 +79,7 @@ function answered(task, measure) {
     });
     const spoken = rows.map((r) => `${r.name} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
     const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
-    return { traces, layout, spoken, height: 90 + 34 * rows.length };
+    return { traces, layout, spoken, height: 90 + (rows.length > 6 ? 22 : 34) * rows.length };
   };
 }
 

@@ -11,6 +11,8 @@ from nalora.report.packing import plain
 
 Interval = tuple[float, float]
 LOSS = "loss of the answers"
+# Beyond so many, runs are counted or only named.
+_MANY = 3
 
 
 class Score(NamedTuple):
@@ -80,8 +82,8 @@ def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
         if before is not None:
             verdicts.setdefault((before, _verdict(before, adapted, measure)), []).append(adapted)
     for (before, verdict), scores in verdicts.items():
-        listed = ", ".join(f"{each.who} {_shown(each)}" for each in scores)
-        yield f"{what}, from {_shown(before)} before training to {listed}: {verdict}."
+        listed = ", ".join(each.who if len(scores) > _MANY else f"{each.who} {_shown(each)}" for each in scores)
+        yield f"{what}, {_shown(before)} before training, after it {listed}: {verdict}."
     if len(after) > 1:
         yield f"{what}, run against run: {_against_one_another(after, measure)}."
 
@@ -103,8 +105,15 @@ def _against_one_another(scores: Sequence[Score], measure: str) -> str:
             beaten.setdefault(winner.who, []).append(loser.who)
     if not beaten:
         return "all 95 % intervals overlap, which does not show that one is better"
-    clauses = [f"{winner} is better than {', '.join(losers)}" for winner, losers in beaten.items()]
-    return "; ".join(clauses) + "; all other intervals overlap"
+    clauses = [
+        f"{winner} is better than {len(losers)}"
+        if len(losers) > _MANY
+        else f"{winner} is better than {', '.join(losers)}"
+        for winner, losers in beaten.items()
+    ]
+    pairs = len(scores) * (len(scores) - 1) // 2
+    caution = f"; of {pairs} pairs a few differ by chance alone" if pairs > 2 * _MANY else ""
+    return "beyond their 95 % intervals, " + "; ".join(clauses) + "; all others overlap" + caution
 
 
 def _better(a: Score, b: Score, measure: str) -> bool:
