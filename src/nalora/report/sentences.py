@@ -70,7 +70,7 @@ def findings(runs: Sequence[RunData]) -> list[str]:
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
-    what = f"{measure[0].upper()}{measure[1:]} on {task}"
+    what = f"{measure} on {task}"
     after: list[Score] = []
     verdicts: dict[tuple[Score, str], list[Score]] = {}
     for run in runs:
@@ -83,17 +83,17 @@ def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
             verdicts.setdefault((before, _verdict(before, adapted, measure)), []).append(adapted)
     for (before, verdict), scores in verdicts.items():
         listed = ", ".join(each.who if len(scores) > _MANY else f"{each.who} {_shown(each)}" for each in scores)
-        yield f"{what}, {_shown(before)} before training, after it {listed}: {verdict}."
+        yield f"{verdict}: {what} was {_shown(before)} before training; after it {listed}."
     if len(after) > 1:
-        yield f"{what}, run against run: {_against_one_another(after, measure)}."
+        yield f"Run against run, {what}: {_against_one_another(after, measure)}."
 
 
 def _verdict(before: Score, after: Score, measure: str) -> str:
     if before.interval is None or after.interval is None:
-        return "without intervals nothing can be said about chance"
+        return "No interval, so nothing about chance"
     if _overlap(before, after):
-        return "the intervals overlap, so this may be chance"
-    return "more than chance: learnt" if _better(after, before, measure) else "more than chance: got worse"
+        return "Perhaps chance, as the intervals overlap"
+    return "Learnt, beyond chance" if _better(after, before, measure) else "Got worse, beyond chance"
 
 
 def _against_one_another(scores: Sequence[Score], measure: str) -> str:
