@@ -128,7 +128,7 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
-  if (window.Plotly) redraw();
+  redraw();
 }
 
 function start() {
@@ -143,8 +143,15 @@ function start() {
     redraw();
   });
   dark.addEventListener("change", () => { applyTheme(); redraw(); });
+  let width = window.innerWidth, resized = 0;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    clearTimeout(resized);
+    resized = setTimeout(redraw, 120);
+  });
   window.addEventListener("beforeprint", () => setPrinting(true));
-  window.addEventListener("afterprint", () => setPrinting(false));
+  window.addEventListener("afterprint", () => setTimeout(() => setPrinting(matchMedia("print").matches)));
   matchMedia("print").addEventListener("change", (event) => setPrinting(event.matches));
   for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", () => copy(button));
   const list = document.getElementById("sections");

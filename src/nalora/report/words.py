@@ -30,12 +30,11 @@ def answers(runs: Sequence[RunData]) -> str:
     for task in dict.fromkeys(task for run in runs for task in run.evaluations):
         measures = measures_of(runs, task)
         rows: list[list[str]] = []
-        bases: dict[int, str] = {}
         for run in runs:
             base = base_summary(runs, run, task)
-            if base is not None and id(base) not in bases:
-                bases[id(base)] = run.model
-                rows.append([f"base: {run.model}", *_cells(base, measures)])
+            row = [f"base: {run.model}", *_cells(base, measures)] if base is not None else None
+            if row is not None and row not in rows:
+                rows.append(row)
         for run in runs:
             adapted = run.evaluations.get(task, {}).get("adapted")
             if adapted is not None:
