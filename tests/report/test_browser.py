@@ -229,6 +229,9 @@ def test_print_is_light_whole_and_without_controls(browser, folder):
     assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not visit.page.locator("#controls").is_visible()
     assert not visit.page.locator("nav").is_visible()
+    assert visit.page.get_by_text(
+        "batch_size", exact=True
+    ).first.is_visible()  # what is folded on the screen is printed
     widths = visit.page.evaluate("[...document.querySelectorAll('.plot:not([hidden])')].map(p => p._fullLayout.width)")
     assert max(widths) <= 700  # an A4 page between its margins
     assert visit.page.pdf(format="A4").startswith(b"%PDF")

@@ -134,6 +134,7 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
+  for (const folded of document.querySelectorAll("#repeat details")) folded.open = now;
   redraw();
 }
 
