@@ -229,6 +229,9 @@ def test_print_is_light_whole_and_without_controls(browser, folder):
     assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not visit.page.locator("#controls").is_visible()
     assert not visit.page.locator("nav").is_visible()
+    assert visit.page.get_by_text(
+        "batch_size", exact=True
+    ).first.is_visible()  # what is folded on the screen is printed
     widths = visit.page.evaluate("[...document.querySelectorAll('.plot:not([hidden])')].map(p => p._fullLayout.width)")
     assert max(widths) <= 700  # an A4 page between its margins
     assert visit.page.pdf(format="A4").startswith(b"%PDF")
@@ -284,8 +287,8 @@ def _every_chart_draws_or_says_why(browser, report) -> str:
 def test_ten_long_runs_stay_small_and_open_at_once(browser, tmp_path):
     """Two seconds until the first chart is drawn, by the processor time of the page's own process.
 
-    A clock on the wall would measure what else runs here; on an idle machine the two agree to a tenth. The words and
-    tables are there at the load event, before the charting library is read.
+    A clock on the wall would measure what else runs here too, so the test prints it and does not judge by it. The words
+    and tables are there at the load event, before the charting library is read.
     """
     first = write_run(tmp_path, name="run-0", steps=3000, layers=32, width=2048, channels=True)
     for seed in range(1, 10):

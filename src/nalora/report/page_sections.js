@@ -1,6 +1,6 @@
 // Every chart of the page, in the order of its sections.
 const runs = report.runs;
-const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, measure: "D_sel", mode: "value" };
+const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, followed: false, measure: "D_sel", mode: "value" };
 const chosen = () => range(runs.length).filter((i) => state.chosen.has(i));
 const detail = () => runs[state.detail];
 const runLegend = (indices, line = dash) => indices.map((i) => ({ name: runs[i].name, colour: colour(i), dash: line(i) }));
@@ -28,6 +28,7 @@ function lines(indices, pick, layout, options = {}) {
     const soft = options.smooth ? smoothed(xy.y) : null;
     traces.push({
       type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1, dash: "solid" } : line,
+      marker: { symbol: i < 8 ? "circle" : "diamond" },
       opacity: soft ? 0.45 : 1,
       hovertemplate: `${options.along || "step"} %{x}<br>${options.what || "value"} %{y:.5~g}<extra>%{fullData.name}</extra>`,
     });

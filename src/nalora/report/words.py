@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -125,7 +126,7 @@ def repeat(runs: Sequence[RunData]) -> str:
         rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in differ]
         parts.append(table(["setting", *(run.name for run in runs)], rows, caption="What the runs differ in"))
     for number, run in enumerate(runs):
-        command = f"nalora train {run.path}/run.yaml output={run.path}-again"
+        command = shlex.join(["nalora", "train", f"{run.path}/run.yaml", f"output={run.path}-again"])
         made = run.environment.get("command")
         versions = run.environment.get("versions")
         facts = {
