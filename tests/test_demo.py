@@ -47,6 +47,10 @@ def test_three_arms_are_compared_with_intervals(tmp_path, settings):
     ]
     assert losses[0] == losses[1] == losses[2]
     assert not list((tmp_path / "na-lora-update").rglob("base-*")), "the base model is asked once"
+    assert "report.html" in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert all(arm.name in page for arm in demo.ARMS)
+    assert all((tmp_path / arm.name / "diagnosis.json").is_file() for arm in demo.ARMS)
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(tmp_path, settings, monkeypatch):

@@ -15,11 +15,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nalora.diagnostics.dynamics import Request as Look
+from nalora.diagnostics.dynamics import diagnose
 from nalora.evaluation.targets import Request, evaluate_target
+from nalora.report.data import read_runs
+from nalora.report.html import write_report
 from nalora.training.folder import RunFolder, read_jsonl, write_json
 from nalora.training.run import Interrupted, train
 from nalora.training.settings import read
 
+# What the report shows of the gates: a few states, a few examples; seconds beside minutes of training.
+SNAPSHOT_EVERY = 10
+PROBE_SIZE = 12
 RECIPE = Path(__file__).parent / "recipes" / "laptop.yaml"
 
 
@@ -74,6 +81,8 @@ def run(
     finished = len(outcomes) == len(ARMS)
     if finished:
         write_json(folder / "result.json", [_record(each) for each in outcomes])
+        path = write_report(read_runs([folder / arm.name for arm in ARMS]), folder / "report.html")
+        console.print(f"The report, to open in a browser: {path}", highlight=False)
     return finished
 
 
@@ -81,11 +90,14 @@ def _train_and_ask(
     console: Console, arm: Arm, folder: Path, recipe: Path, settings: Sequence[str], before: dict[str, Any] | None
 ) -> Outcome:
     place = folder / arm.name
-    described = read(recipe, [*settings, *arm.settings, f"output={place}"])
+    described = read(recipe, [*settings, *arm.settings, f"output={place}", f"snapshot_every={SNAPSHOT_EVERY}"])
     console.print(f"\n[bold]{arm.title}[/bold]")
     result = train(described, resume=RunFolder(place).settings.is_file(), console=console)
     with console.status("asking"):
         summaries = evaluate_target(str(place), Request(with_base=before is None))
+    if not RunFolder(place).diagnosis.is_file():
+        with console.status("looking at the gates"):
+            diagnose(str(place), Look(probe_size=PROBE_SIZE))
     rows = read_jsonl(RunFolder(place).metrics)
     gates = {name.removeprefix("nalora/"): value for name, value in rows[-1].items() if name.startswith("nalora/")}
     return Outcome(arm, before or summaries["base"], summaries["adapted"], result, gates)

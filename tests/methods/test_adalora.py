@@ -108,6 +108,13 @@ def test_a_step_that_float16_skips_is_not_scored(tmp_path, monkeypatch):
     assert singular_values(made.model).ne(0).sum() == RANK * LAYERS
 
 
+def test_a_pass_without_labels_has_no_loss_to_add_to(tmp_path):
+    """A look at the logits while training, as a callback may take one."""
+    made = trainer(tmp_path)
+    made.model.train()
+    assert made.model(input_ids=torch.arange(4, 12)[None]).logits.isfinite().all()
+
+
 def test_the_trainer_says_how_many_steps_there_are(tmp_path):
     made = trainer(tmp_path, steps=10, max_steps=6)  # prepared for 10
     made.train()

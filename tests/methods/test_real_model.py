@@ -49,7 +49,7 @@ def test_fifty_steps_lower_the_loss_and_the_adapter_is_stock(tmp_path, options):
         def on_train_end(self, args, state, control, *, model, train_dataloader, **_):
             after["loss"] = mean_loss(model, train_dataloader)
             with torch.no_grad():
-                trained["logits"] = model(input_ids=ids).logits
+                trained["logits"] = model.eval()(input_ids=ids).logits
 
     @torch.no_grad()
     def mean_loss(model, loader):

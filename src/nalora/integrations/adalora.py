@@ -83,7 +83,8 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         self.penalty = self.orthogonality / parts
 
     def _add_penalty(self, model: nn.Module, _: Any, outputs: Any) -> Any:
-        if model.training and self.penalty:
+        # A pass without labels, such as a look at the logits, has no loss to add to.
+        if model.training and self.penalty and outputs.get("loss") is not None:
             outputs["loss"] = outputs["loss"] + self.penalty * distance_from_orthogonality(model)
         return outputs
 

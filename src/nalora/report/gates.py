@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nalora.metrics import NAMES
 
 Array = NDArray[np.float64]
+_NUMBERS = {int, float, type(None)}
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def _row(line: str, width: int) -> dict[str, Any] | None:
         row["step"] = int(row["step"])
         for name in NAMES:
             values = row.get(name)
-            if values is not None and (
-                len(values) != width or not all(v is None or isinstance(v, int | float) for v in values)
-            ):
+            if values is not None and (len(values) != width or not _NUMBERS.issuperset(map(type, values))):
                 return None
     except (ValueError, KeyError, TypeError):
         return None

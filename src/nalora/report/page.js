@@ -3,7 +3,8 @@ function followDefaults() {
   const labels = layerNames();
   if (!labels.includes(state.layer)) state.layer = labels[0] ?? "0";
   const layer = layerChannels();
-  if (layer && (state.channel === null || state.channel >= layer.width)) {
+  // A channel that somebody chose is followed through the layers; else the one with the layer's largest update.
+  if (layer && (!state.followed || state.channel >= layer.width)) {
     state.channel = layer.numbers[layer.norms.indexOf(extent(layer.norms)[1])];
   }
 }
@@ -56,9 +57,14 @@ function makeControls() {
   listen("layer", (value) => { state.layer = value; });
   listen("measure", (value) => { state.measure = value; });
   listen("mode", (value) => { state.mode = value; });
-  listen("channel", (value) => { if (/^\d+$/.test(value)) state.channel = Number(value); });
+  listen("channel", (value) => { if (/^\d+$/.test(value)) follow(Number(value)); });
   document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
   document.getElementById("controls").hidden = [...document.getElementById("controls").children].every((each) => each.hidden);
+}
+
+function follow(channel) {
+  state.channel = channel;
+  state.followed = true;
 }
 
 function chooseLayer(point) {
@@ -86,7 +92,7 @@ function makeCharts() {
     addChart("gates", "p_sup", "Shares, mask and step scales", "Recorded while an NA-LoRA run trains.", () => ({ missing: lacking(range(runs.length), "gates") }), { wide: true });
   }
   if (runs.some((run) => run.gates || run.diagnosis)) {
-    addChart("gates", "kappa", "κ and the data", "κ says how the gate's gain changes with its input; 0 where it is linear.", curve, { wide: true });
+    addChart("gates", "kappa", "κ and the data", "κ = z·φ′/φ: 1 where the output follows the input in proportion, 0 where it does not react to it.", curve, { wide: true });
   }
   if (runs.some((run) => run.diagnosis)) {
     addChart("moved", "moved-heat", "Per layer", "From one snapshot to the next.", movedHeat, { onClick: chooseLayer });
@@ -99,8 +105,8 @@ function makeCharts() {
     addChart("mismatch", "mismatch-shares", "What the difference is made of", "Shares of the three terms' energies, by layer.", mismatchShares);
     addChart("mismatch", "mismatch-bound", "The bound and the truth", "Mean norm per token of the difference, and the corollary's bound on it.",
       mismatchLines("bound", [["actual", "actual"], ["bound", "bound", "dash"]], "norm per token"));
-    addChart("mismatch", "mismatch-mask", "Did the mask put its weight there", "Rank correlation of mask and mismatch; overlap of the top channels, and what chance gives.",
-      mismatchLines("mask", [["rank_correlation", "rank correlation"], ["top_overlap", "overlap of the top channels", "dash"], ["chance", "overlap by chance", "dot"]], "agreement"));
+    addChart("mismatch", "mismatch-mask", "Did the mask put its weight there", "Rank correlation of mask and mismatch; how many top channels they share and how much of the mismatch the mask's top holds, with what chance gives.",
+      mismatchLines("mask", [["rank_correlation", "rank correlation"], ["top_overlap", "overlap of the top channels", "dash"], ["energy_held", "mismatch held by the mask's top", "dashdot"], ["chance", "by chance", "dot"]], "agreement"));
     addChart("mismatch", "mismatch-channels", "Channels that carry it", "The ten largest.", topChannels);
   }
   addChart("capacity", "update", "Update norm per layer", "All adapted projections of a layer together.", updateNorms);
@@ -108,7 +114,7 @@ function makeCharts() {
   if (runs.some((run) => run.gates)) addChart("capacity", "kept", "Kept share at the last step", "The share of a layer's channels that the mask keeps.", keptShares);
   if (runs.some((run) => run.capacity)) {
     addChart("capacity", "channels", "Gate channels", "Each point is a channel; click one, or give its number, to follow it.", channelNorms,
-      { live: true, onClick: (point) => { state.channel = Number(point.x); changed(); } });
+      { live: true, onClick: (point) => { follow(Number(point.x)); changed(); } });
   }
   if (runs.some((run) => run.diagnosis && run.diagnosis.channels)) {
     addChart("capacity", "channel-moved", "The channel followed", "Its measure from snapshot to snapshot.", channelMoved);
@@ -128,7 +134,8 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
-  if (window.Plotly) redraw();
+  for (const folded of document.querySelectorAll("#repeat details")) folded.open = now;
+  redraw();
 }
 
 function start() {
@@ -143,8 +150,15 @@ function start() {
     redraw();
   });
   dark.addEventListener("change", () => { applyTheme(); redraw(); });
+  let width = window.innerWidth, resized = 0;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    clearTimeout(resized);
+    resized = setTimeout(redraw, 120);
+  });
   window.addEventListener("beforeprint", () => setPrinting(true));
-  window.addEventListener("afterprint", () => setPrinting(false));
+  window.addEventListener("afterprint", () => setTimeout(() => setPrinting(matchMedia("print").matches)));
   matchMedia("print").addEventListener("change", (event) => setPrinting(event.matches));
   for (const button of document.querySelectorAll("button.copy")) button.addEventListener("click", () => copy(button));
   const list = document.getElementById("sections");

@@ -62,7 +62,7 @@ function channelMoved() {
   const row = found && found.channels ? found.labels.indexOf(state.layer) : -1;
   const layer = row < 0 ? null : found.channels.layers[row];
   const at = layer ? layer.numbers.indexOf(state.channel) : -1;
-  if (!layer) return { missing: "Only the size of this channel's update is known; a diagnosis with channels adds how it moved." };
+  if (!layer) return { missing: "Only the size of this channel's update is known; `nalora diagnose RUN --per-channel` adds how it moved." };
   if (at < 0) return { missing: `Channel ${state.channel} is not among the ${layer.numbers.length} of this layer that this page keeps: those with the largest update and with the most flips.` };
   const names = Object.keys(layer.measures).filter((name) => MEASURES[name]);
   const name = names.includes(state.measure) ? state.measure : names[0];

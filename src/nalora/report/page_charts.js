@@ -50,8 +50,10 @@ function merged(base, extra) {
   return result;
 }
 
+// Between the margins of an A4 page.
+const PRINTED_WIDTH = 680;
 const PLOT_OPTIONS = {
-  displaylogo: false, responsive: true, showTips: false,
+  displaylogo: false, showTips: false,
   modeBarButtons: [["zoom2d", "resetScale2d", "toImage"]],
 };
 
@@ -59,6 +61,7 @@ function draw(chart) {
   const figure = chart.figure();
   const missing = figure.missing;
   chart.stale = false;
+  delete chart.box.dataset.stale;
   chart.last = figure;
   chart.note.hidden = !missing;
   chart.note.replaceChildren(...withCode(missing || ""));
@@ -72,7 +75,7 @@ function draw(chart) {
   }
   if (figure.title) chart.heading.textContent = figure.title;
   const layout = merged(baseLayout(figure.height || 300), figure.layout);
-  if (printing) layout.width = 680;
+  layout.width = printing ? PRINTED_WIDTH : chart.plot.clientWidth;
   Plotly.react(chart.plot, figure.traces, layout, PLOT_OPTIONS);
   chart.plot.setAttribute("aria-label", `${chart.heading.textContent}. ${figure.spoken || described(figure.traces)}`);
   chart.legend.replaceChildren(...(figure.legend || []).map(legendItem));
@@ -162,13 +165,16 @@ const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
     const chart = charts.find((each) => each.box === entry.target);
     chart.seen = entry.isIntersecting;
-    if (chart.seen && chart.stale) draw(chart);
+    // One at a time, so that the first is there before the last is begun.
+    if (chart.seen && chart.stale) setTimeout(() => chart.stale && draw(chart));
   }
 }, { rootMargin: "300px" });
 
 function redraw() {
+  if (!window.Plotly) return;
   for (const chart of charts) {
     chart.stale = true;
+    chart.box.dataset.stale = "";
     if (chart.seen || printing) draw(chart);
   }
 }

@@ -1,9 +1,9 @@
 // Every chart of the page, in the order of its sections.
 const runs = report.runs;
-const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, measure: "D_sel", mode: "value" };
+const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, followed: false, measure: "D_sel", mode: "value" };
 const chosen = () => range(runs.length).filter((i) => state.chosen.has(i));
 const detail = () => runs[state.detail];
-const runLegend = (indices) => indices.map((i) => ({ name: runs[i].name, colour: colour(i), dash: dash(i) }));
+const runLegend = (indices, line = dash) => indices.map((i) => ({ name: runs[i].name, colour: colour(i), dash: line(i) }));
 const NO_RUN = "No run is chosen: tick one above.";
 
 // The sentence that stands in place of a chart: what each of the runs lacks.
@@ -18,14 +18,17 @@ function lines(indices, pick, layout, options = {}) {
   if (!indices.length) return { missing: NO_RUN };
   const traces = [], legend = [], without = [];
   let bold = false;
+  // Dashes between markers are no line any more.
+  const drawn = options.markers ? () => "solid" : dash;
   for (const i of indices) {
     const xy = pick(runs[i]);
     if (!xy || !xy.x.length) { without.push(i); continue; }
-    const line = { color: colour(i), dash: dash(i), width: 2 };
+    const line = { color: colour(i), dash: drawn(i), width: 2 };
     const mode = xy.x.length < 3 || options.markers ? "lines+markers" : "lines";
     const soft = options.smooth ? smoothed(xy.y) : null;
     traces.push({
       type: "scatter", mode, x: xy.x, y: xy.y, name: runs[i].name, line: soft ? { ...line, width: 1, dash: "solid" } : line,
+      marker: { symbol: i < 8 ? "circle" : "diamond" },
       opacity: soft ? 0.45 : 1,
       hovertemplate: `${options.along || "step"} %{x}<br>${options.what || "value"} %{y:.5~g}<extra>%{fullData.name}</extra>`,
     });
@@ -39,7 +42,7 @@ function lines(indices, pick, layout, options = {}) {
     const { logged, x } = pick(runs[i]);
     if (logged > x.length) notes.push(`${runs[i].name}: ${x.length.toLocaleString("en")} of ${logged.toLocaleString("en")} logged steps.`);
   }
-  return { traces, layout, legend: runLegend(legend), height: options.height, note: notes.join(" "), about: bold ? "Bold: a running mean." : "" };
+  return { traces, layout, legend: runLegend(legend, drawn), height: options.height, note: notes.join(" "), about: bold ? "Bold: a running mean." : "" };
 }
 
 const metric = (run, name) => ({ x: numbers(run.metrics[name].x), y: numbers(run.metrics[name].y), logged: run.metrics[name].logged });
@@ -79,7 +82,7 @@ function answered(task, measure) {
     });
     const spoken = rows.map((r) => `${r.name} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
     const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
-    return { traces, layout, spoken, height: 90 + 34 * rows.length };
+    return { traces, layout, spoken, height: 90 + (rows.length > 6 ? 22 : 34) * rows.length };
   };
 }
 

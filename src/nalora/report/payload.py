@@ -24,11 +24,12 @@ _GATE_COLUMNS = ("p_sup", "p_res", "p_pos", "kept_share", "stability", "scale_ga
 _METRICS = ("loss", "seconds")
 # A heat map is some 1,000 pixels wide; more columns than this cannot be told apart.
 MOST_COLUMNS = 600
-# Numbers of all runs together. Each takes 4 bytes, 5.3 as text: at most 3.7 + 1.1 + 1.6 + 1.6 MB of the page.
+# Numbers of all runs together. Each takes 4 bytes, 5.3 as text: at most 3.7 + 1.1 + 1.6 + 0.2 MB of the page.
 MOST_GATE_NUMBERS = 700_000
 MOST_NORMS = 200_000
 MOST_CHANNEL_NUMBERS = 300_000
-MOST_METRIC_NUMBERS = 300_000
+# Few, because a curve is drawn point by point: of ten runs 1,000 points each.
+MOST_METRIC_NUMBERS = 40_000
 # More points than this make a chart slow.
 MOST_CHANNELS = 4096
 _CURVE_POINTS = 241

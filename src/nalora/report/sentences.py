@@ -11,6 +11,8 @@ from nalora.report.packing import plain
 
 Interval = tuple[float, float]
 LOSS = "loss of the answers"
+# Beyond so many, runs are counted or only named.
+_MANY = 3
 
 
 class Score(NamedTuple):
@@ -68,7 +70,7 @@ def findings(runs: Sequence[RunData]) -> list[str]:
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
-    what = f"{measure[0].upper()}{measure[1:]} on {task}"
+    what = f"{measure} on {task}"
     after: list[Score] = []
     verdicts: dict[tuple[Score, str], list[Score]] = {}
     for run in runs:
@@ -80,18 +82,18 @@ def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
         if before is not None:
             verdicts.setdefault((before, _verdict(before, adapted, measure)), []).append(adapted)
     for (before, verdict), scores in verdicts.items():
-        listed = ", ".join(f"{each.who} {_shown(each)}" for each in scores)
-        yield f"{what}, from {_shown(before)} before training to {listed}: {verdict}."
+        listed = ", ".join(each.who if len(scores) > _MANY else f"{each.who} {_shown(each)}" for each in scores)
+        yield f"{verdict}: {what} was {_shown(before)} before training; after it {listed}."
     if len(after) > 1:
-        yield f"{what}, run against run: {_against_one_another(after, measure)}."
+        yield f"Run against run, {what}: {_against_one_another(after, measure)}."
 
 
 def _verdict(before: Score, after: Score, measure: str) -> str:
     if before.interval is None or after.interval is None:
-        return "without intervals nothing can be said about chance"
+        return "No interval, so nothing about chance"
     if _overlap(before, after):
-        return "the intervals overlap, so this may be chance"
-    return "more than chance: learnt" if _better(after, before, measure) else "more than chance: got worse"
+        return "Perhaps chance, as the intervals overlap"
+    return "Learnt, beyond chance" if _better(after, before, measure) else "Got worse, beyond chance"
 
 
 def _against_one_another(scores: Sequence[Score], measure: str) -> str:
@@ -103,8 +105,15 @@ def _against_one_another(scores: Sequence[Score], measure: str) -> str:
             beaten.setdefault(winner.who, []).append(loser.who)
     if not beaten:
         return "all 95 % intervals overlap, which does not show that one is better"
-    clauses = [f"{winner} is better than {', '.join(losers)}" for winner, losers in beaten.items()]
-    return "; ".join(clauses) + "; all other intervals overlap"
+    clauses = [
+        f"{winner} is better than {len(losers)}"
+        if len(losers) > _MANY
+        else f"{winner} is better than {', '.join(losers)}"
+        for winner, losers in beaten.items()
+    ]
+    pairs = len(scores) * (len(scores) - 1) // 2
+    caution = f"; of {pairs} pairs a few differ by chance alone" if pairs > 2 * _MANY else ""
+    return "beyond their 95 % intervals, " + "; ".join(clauses) + "; all others overlap" + caution
 
 
 def _better(a: Score, b: Score, measure: str) -> bool:

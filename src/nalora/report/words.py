@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -30,12 +31,11 @@ def answers(runs: Sequence[RunData]) -> str:
     for task in dict.fromkeys(task for run in runs for task in run.evaluations):
         measures = measures_of(runs, task)
         rows: list[list[str]] = []
-        bases: dict[int, str] = {}
         for run in runs:
             base = base_summary(runs, run, task)
-            if base is not None and id(base) not in bases:
-                bases[id(base)] = run.model
-                rows.append([f"base: {run.model}", *_cells(base, measures)])
+            row = [f"base: {run.model}", *_cells(base, measures)] if base is not None else None
+            if row is not None and row not in rows:
+                rows.append(row)
         for run in runs:
             adapted = run.evaluations.get(task, {}).get("adapted")
             if adapted is not None:
@@ -126,7 +126,7 @@ def repeat(runs: Sequence[RunData]) -> str:
         rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in differ]
         parts.append(table(["setting", *(run.name for run in runs)], rows, caption="What the runs differ in"))
     for number, run in enumerate(runs):
-        command = f"nalora train {run.path}/run.yaml output={run.path}-again"
+        command = shlex.join(["nalora", "train", f"{run.path}/run.yaml", f"output={run.path}-again"])
         made = run.environment.get("command")
         versions = run.environment.get("versions")
         facts = {

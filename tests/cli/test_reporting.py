@@ -1,0 +1,74 @@
+"""`nalora report`: where the page goes, what is said on the way, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from report.run_folders import write_run
+
+from nalora import cli
+from nalora.cli.reporting import default_output
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nalora", "report", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        printed = capsys.readouterr()
+        return leaving.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+def test_the_path_is_printed(run, tmp_path):
+    folder = write_run(tmp_path, name="na")
+    code, out, _ = run(str(folder))
+    assert code == 0
+    assert out.strip() == f"the report: {folder / 'report.html'}"
+    assert (folder / "report.html").stat().st_size > 1e6
+
+
+def test_several_runs_share_a_page_beside_them(run, tmp_path):
+    one, two = write_run(tmp_path, name="one"), write_run(tmp_path, name="two")
+    assert run(str(one), str(two))[0] == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "2 runs" in text
+
+
+def test_a_folder_of_runs_and_a_place_of_ones_own(run, tmp_path):
+    write_run(tmp_path / "study", name="one")
+    write_run(tmp_path / "study", name="two")
+    code, out, _ = run(str(tmp_path / "study"), "--output", str(tmp_path / "page.html"))
+    assert code == 0
+    assert str(tmp_path / "page.html") in out
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_notices_are_printed_too(run, tmp_path):
+    folder = write_run(tmp_path, name="na")
+    (folder / "result.json").unlink()
+    code, out, _ = run(str(folder))
+    assert code == 0
+    assert "na: The run is still going" in out
+
+
+def test_no_such_run_is_one_line(run, tmp_path):
+    code, out, err = run(str(tmp_path / "nowhere"))
+    assert (code, out) == (2, "")
+    assert err.startswith("nalora: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_open_shows_it_in_the_browser(run, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("nalora.cli.reporting.typer.launch", opened.append)
+    folder = write_run(tmp_path, name="na")
+    run(str(folder), "--open")
+    assert opened == [(folder / "report.html").resolve().as_uri()]
+
+
+def test_runs_of_different_places_report_here(tmp_path):
+    assert str(default_output([tmp_path / "a" / "one", tmp_path / "b" / "two"])) == "report.html"
