@@ -25,8 +25,8 @@ from nalora.training.run import Interrupted, train
 from nalora.training.settings import read
 
 # What the report shows of the gates: a few states, a few examples; seconds beside minutes of training.
-SNAPSHOT_EVERY = 10
-PROBE_SIZE = 12
+SNAPSHOT_EVERY = 15
+PROBE_SIZE = 6
 RECIPE = Path(__file__).parent / "recipes" / "laptop.yaml"
 
 
