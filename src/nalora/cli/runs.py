@@ -105,7 +105,7 @@ def demo(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the adapter and of the data's order.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/demo"),
 ) -> None:
-    """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces, and ask it; seven minutes on two CPU cores."""
+    """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces, and ask it; seven minutes on two cores."""
     hush_libraries()
     from nalora.demo import run
 
