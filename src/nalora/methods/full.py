@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from nalora.errors import NALoRAError
@@ -21,7 +22,10 @@ class Full(Method):
     not_under_na_lora = "there is no adapter whose steps could be controlled"
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """Let every weight learn.
+        """Let every weight learn, in at least float32.
+
+        A step of 2e-5 is less than half of what bfloat16 can tell apart around 0.02: added to 16-bit weights most of
+        training would be rounded away. Under the Trainer's autocast products are still computed in 16 bits.
 
         Raises:
             NALoRAError: the weights are quantised.
@@ -33,6 +37,9 @@ class Full(Method):
                 expected="weights that can learn",
                 fix="leave quantise out, or train an adapter",
             )
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
         return model.requires_grad_(True)
 
 

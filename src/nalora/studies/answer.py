@@ -26,6 +26,7 @@ class Part(NamedTuple):
     comparisons: dict[str, list[Comparison]]  # by measure
     rates: dict[str, float | None]  # the learning rate chosen for each arm
     missing: tuple[str, ...]  # arms without all of their runs
+    at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
 
     def sentences(self) -> list[str]:
         """What may be said."""
@@ -66,7 +67,13 @@ def _part(
     baseline = schedule.study.baseline
     comparisons = {name: compare(_values(records, name), baseline, higher_is_better=name != LOSS)
                    for name in names if baseline in _values(records, name)}  # fmt: skip
-    return Part(settings, table, comparisons, rates, tuple(missing))
+    at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
+    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end))
+
+
+def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
+    """A single rate was given, not chosen; of two each is an end."""
+    return rate is not None and len(tried) > 1 and rate in (min(tried), max(tried))
 
 
 def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
@@ -87,6 +94,8 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
         lines += [markdown(part.table)]
         chosen = ", ".join(f"{arm} {rate:g}" if rate else f"{arm} –" for arm, rate in part.rates.items())
         lines.append(f"Learning rates, chosen by validation loss: {chosen}.\n")
+        if part.at_the_end:
+            lines.append(f"At an end of the rates tried, and perhaps better beyond it: {', '.join(part.at_the_end)}.\n")
         if part.missing:
             lines.append(f"Not complete: {', '.join(part.missing)}.\n")
         lines += [f"- {each}" for each in part.sentences()] + [""]
@@ -103,6 +112,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
         {
             "settings": part.settings,
             "learning_rates": part.rates,
+            "at_the_end_of_the_rates": part.at_the_end,
             "missing": part.missing,
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],

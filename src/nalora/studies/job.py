@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ class Job:
         store: the store's folder, which every worker can reach.
         label: for people.
         ask_limit: only the first so many test questions.
+        ask_tokens: how much is written at a time.
     """
 
     key: str
@@ -28,6 +30,7 @@ class Job:
     store: str
     label: str
     ask_limit: int | None = None
+    ask_tokens: int = 32_768
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -36,6 +39,8 @@ class Job:
 
 def work(job: Job, device: str | None = None) -> None:
     """Train what is not trained, ask what was not asked.
+
+    A run whose weights are no longer kept is trained again, and asked everything again, if something new is asked.
 
     Raises:
         NALoRAError: the run cannot be.
@@ -46,13 +51,18 @@ def work(job: Job, device: str | None = None) -> None:
 
     folder = Store(job.store).folder(job.key)
     run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
-    if not folder.result.is_file():
-        train(run, resume=folder.settings.is_file())
     known = Store(job.store).result(job.key)
+    if known and all(known.has(part) for part in job.parts):
+        return
+    if known and not (folder.adapter.is_dir() or folder.model.is_dir()):
+        shutil.rmtree(folder.path)
+        known = None
+    if known is None:
+        train(run, resume=folder.settings.is_file())
     requests = {
         VALIDATION: Request(with_base=False, split="validation", writing=False),
         TEST: Request(with_base=False, writing=False),
-        ANSWERS: Request(with_base=False, limit=job.ask_limit),
+        ANSWERS: Request(with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens),
     }
     for part in job.parts:
         if known is None or not known.has(part):

@@ -16,6 +16,8 @@
     screening_seeds: [0]
     seeds: [0, 1, 2]               # of the runs that are compared
     ask: chosen                    # whose test answers are written: chosen runs, none, or all
+    ask_limit: 100                 # only the first so many questions; all without it
+    ask_tokens: 262144             # how much is written at a time; 32,768 without it
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class Study:
     screening_seeds: tuple[int, ...] = (0,)
     ask: Literal["chosen", "none", "all"] = "chosen"
     ask_limit: int | None = None
+    ask_tokens: int = 32_768
 
     @property
     def baseline(self) -> str:
@@ -118,6 +121,7 @@ def understand(given: Mapping[str, Any], where: str = "study") -> Study:
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
             ask=given.get("ask", "chosen"),
             ask_limit=given.get("ask_limit"),
+            ask_tokens=given.get("ask_tokens", 32_768),
         )
         problems = _problems_of_runs(study)
     if problems:

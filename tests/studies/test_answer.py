@@ -1,0 +1,32 @@
+"""The answer's page: what was chosen, and what that choice cannot say."""
+
+from __future__ import annotations
+
+import pytest
+
+from nalora.studies.answer import answer, in_markdown
+from nalora.studies.schedule import Schedule
+from nalora.studies.store import TEST, VALIDATION, Result
+from nalora.studies.study import understand
+
+STUDY = {
+    "settings": {"model": "smollm2-135m", "task": "gym/chain_sum"},
+    "arms": {"lora": {"method": "lora"}, "dora": {"method": "dora"}},
+    "learning_rates": [1e-4, 3e-4, 1e-3], "seeds": [0, 1], "ask": "none",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("best", "named"), [(1e-4, True), (3e-4, False), (1e-3, True)])
+def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
+    schedule = Schedule(understand(STUDY), "store")
+    results = {}
+    for cell in schedule.cells:
+        # DoRA's best is always in the middle of its rates.
+        wanted = best if cell.arm.name == "lora" else 3e-4
+        for rate in cell.arm.learning_rates:
+            for seed in (0, 1):
+                loss = 1.0 if rate == wanted else 2.0
+                results[schedule.job(cell, rate, seed).key] = Result(loss, {VALIDATION: loss, TEST: loss}, {}, 1.0)
+    page = in_markdown(schedule.study, answer(schedule, results, {}), {})
+    assert ("perhaps better beyond it: lora." in page) == named
+    assert f"lora {best:g}, dora 0.0003" in page
