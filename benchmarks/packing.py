@@ -1,0 +1,73 @@
+"""How many optimizer steps a second do several runs make that share one GPU?
+
+python benchmarks/packing.py STUDY.yaml [--beside 1 4 8 12] [--steps 60] [--label TEXT]
+
+Runs of the study's first arm, trained by the study's own workers; each worker's first run warms it up and is not
+counted. Steps of small models wait for Python, so runs beside each other cost little until the GPU is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+from nalora.studies.engines import LocalEngine
+from nalora.studies.job import Job
+from nalora.studies.store import Store
+from nalora.studies.study import Study, read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--beside", type=int, nargs="+", default=[1, 4, 8, 12])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--label", help="what the rows call the setting")
+    parser.add_argument("--rows", type=Path, default=harness.ROWS)
+    args = parser.parse_args()
+    study = read(args.study)
+    for count in args.beside:
+        per_second, seconds = measure(study, count, args.steps)
+        print(f"{count} beside each other: {sum(per_second):.1f} steps/s together, {seconds:.0f} s", flush=True)
+        row: dict[str, Any] = {"question": "packing", "setting": args.label or study.name,
+                               "variant": f"{count} runs beside each other", "unit": "steps/s"}  # fmt: skip
+        low, middle, high = (count * each for each in (min(per_second), statistics.median(per_second), max(per_second)))
+        harness.append([{**row, "p20": low, "p50": middle, "p80": high, "samples": count}], args.rows)
+
+
+def measure(study: Study, count: int, steps: int) -> tuple[list[float], float]:
+    """Steps a second of each of `count` runs that go on at the same time, and how long all of it took."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as store:
+        engine = LocalEngine(workers=count)
+        warm = [_job(study, store, seed, 5) for seed in range(count)]
+        counted = [_job(study, store, 1_000 + seed, steps) for seed in range(count)]
+        try:
+            for jobs in (warm, counted):
+                for job in jobs:
+                    engine.submit(job)
+                left = {job.key for job in jobs}
+                while left:
+                    for ended in engine.wait(1.0):
+                        if ended.error:
+                            raise SystemExit(f"{ended.key}: {ended.error}")
+                        left.discard(ended.key)
+        finally:
+            engine.close()
+        seconds = [Store(store).result(job.key).seconds for job in counted]
+    return [steps / each for each in seconds], time.perf_counter() - began
+
+
+def _job(study: Study, store: str, seed: int, steps: int) -> Job:
+    run = study.run(study.cells()[0], study.arms[0], study.arms[0].learning_rates[0], seed)
+    return Job(f"{seed}-{steps}", {**run.to_dict(), "steps": steps}, (), store, f"seed {seed}")
+
+
+if __name__ == "__main__":
+    main()
