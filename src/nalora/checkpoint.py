@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from nalora import whole_files
 from nalora.config import NALoRAConfig
 from nalora.decision import BlockGroup
 from nalora.errors import NALoRAError
@@ -79,19 +78,10 @@ def _check_same_blocks(targets: dict[str, Tensor], tensors: dict[str, Tensor]) -
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
-    """Write the state into `folder`: first beside its place, then moved there in one step."""
+    """Write the state into `folder`."""
     path = folder / FILE_NAME
     metadata = {"version": str(state["version"]), "config": json.dumps(state["config"])}
-    data = to_bytes({key: t.cpu().contiguous() for key, t in state["tensors"].items()}, metadata)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    whole_files.save_tensors(path, state["tensors"], metadata)
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nalora import whole_files
 from nalora.diagnostics.measures import HISTOGRAM_EDGES, MEASURES, Movement, Standing
 from nalora.diagnostics.sites import GateSite
 
@@ -121,8 +121,6 @@ def write_channels(
     """Every channel's values as tensors: ``block/measure`` [intervals, channels], ``block/first_to_last/measure``
     [channels], ``block/shares`` [states, 3, channels] and, where a mask was, ``block/mask`` [intervals, channels].
     """
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
     for index in sorted(intervals[0].movements):
         name = sites[index].name
@@ -138,9 +136,7 @@ def write_channels(
         masks = [interval.masks.get(index) for interval in intervals]
         if (kept := [mask for mask in masks if mask is not None]) and len(kept) == len(masks):
             tensors[f"{name}/mask"] = torch.stack(kept)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}, partial)
-    partial.replace(path)
+    whole_files.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def _number(value: float | None) -> float | None:

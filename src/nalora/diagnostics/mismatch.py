@@ -6,13 +6,13 @@ differs because the gates *decide* otherwise, beside what differs because z or u
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from nalora import whole_files
 from nalora.diagnostics.decomposition import MismatchSums, States
 from nalora.diagnostics.dynamics import Report, Request, masks_by_site
 from nalora.diagnostics.file import described
@@ -141,14 +141,10 @@ def _write_channels(
     path: Path, sites: Sequence[GateSite], sums: Sequence[MismatchSums], masks: Sequence[Tensor | None] | None
 ) -> None:
     """Means over tokens for every channel, [channels] each: ``block/energy``, the statistics, ``block/mask``."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
     for index, (site, each) in enumerate(zip(sites, sums, strict=True)):
         tensors[f"{site.name}/energy"] = each.channel_energy / each.tokens
         tensors |= {f"{site.name}/{name}": getattr(each, name) / each.tokens for name in STATISTICS}
         if masks is not None and (mask := masks[index]) is not None:
             tensors[f"{site.name}/mask"] = mask
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}, partial)
-    partial.replace(path)
+    whole_files.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})

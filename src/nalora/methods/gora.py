@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
@@ -197,9 +198,8 @@ def _kept(folder: Path | None) -> dict[str, tuple[Tensor, Tensor]] | None:
 
 def _keep(factors: Mapping[str, tuple[Tensor, Tensor]], folder: Path | None) -> None:
     if folder is not None and is_first_process() and not (folder / START_FILE).is_file():
-        partial = folder / f".{START_FILE}"
-        save_file({f"{n}.lora_{f}": t for n, ab in factors.items() for f, t in zip("AB", ab, strict=True)}, partial)
-        partial.replace(folder / START_FILE)
+        tensors = {f"{n}.lora_{f}": t for n, ab in factors.items() for f, t in zip("AB", ab, strict=True)}
+        whole_files.save_tensors(folder / START_FILE, tensors)
 
 
 def _report(model: nn.Module, adapter: Adapter) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nalora import processes
+from nalora import processes, whole_files
 from nalora.methods.lora import lora_layers
 from nalora.methods.method import Batch
 
@@ -54,11 +52,9 @@ def read(file: Path, layers: set[str], device: torch.device) -> Reduced | None:
 def write(file: Path, reduced: Reduced) -> None:
     """Keep it, whole or not at all. A cache that cannot be written costs time, not the run."""
     tensors = {f"{layer}/{part}": each for layer, parts in reduced.items() for part, each in parts.items()}
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata={"digest": _digest(tensors)})
-        partial.replace(file)
+        whole_files.save_tensors(file, tensors, {"digest": _digest(tensors)})
     except (OSError, SafetensorError) as error:
         _log.warning("nalora: %s could not be kept: %s", file, error)
 

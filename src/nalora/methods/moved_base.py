@@ -10,9 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.methods.lora import lora_layers
 from nalora.methods.saving import write_lora
@@ -79,9 +80,7 @@ def keep(model: nn.Module, folder: Path | None) -> None:
     started = factors(model)
     setattr(model, _KEPT, started)
     if folder is not None and is_first_process():
-        partial = folder / f".{START_FILE}"
-        save_file({name: each.contiguous() for name, each in started.items()}, partial)
-        partial.replace(folder / START_FILE)
+        whole_files.save_tensors(folder / START_FILE, started)
 
 
 @torch.no_grad()

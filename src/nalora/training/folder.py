@@ -15,7 +15,6 @@ result.json       what it came to; there only when the run is finished
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
 
@@ -86,7 +86,7 @@ class RunFolder:
         for start in self.path.glob("*.safetensors"):
             start.unlink()  # where a method started in a run that is no longer here
         write_json(self.path / "environment.json", environment())
-        _write_whole(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        whole_files.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         return None
 
     def latest_checkpoint(self) -> Path | None:
@@ -114,7 +114,7 @@ class RunFolder:
         for file in (self.metrics, self.gates):
             if file.is_file():
                 kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
-                _write_whole(file, "".join(json.dumps(row) + "\n" for row in kept))
+                whole_files.write(file, "".join(json.dumps(row) + "\n" for row in kept))
         for later in self.snapshot_steps():
             if later > step:
                 shutil.rmtree(self.snapshot(later))
@@ -148,7 +148,7 @@ def environment() -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    _write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    whole_files.write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -162,12 +162,3 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 break
     return rows
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
