@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.peft_names import in_base
 
 if TYPE_CHECKING:
     from nalora.inspection import Inspection
@@ -107,7 +108,7 @@ def _print_inspection(screen: Console, seen: Inspection) -> None:
     reasons: list[str] = []
     for name, parts, *features, mask, scaling in plan.rows():
         controls = [_footnoted(control, reasons) for control in (mask, scaling)]
-        rows.add_row(*map(escape, (_short(name), parts.replace(", ", "\n"), *features, *controls)))
+        rows.add_row(*map(escape, (in_base(name), parts.replace(", ", "\n"), *features, *controls)))
     screen.print(rows)
     for number, reason in enumerate(reasons, 1):
         screen.print(f"[{number}] {reason}", markup=False, highlight=False)
@@ -126,7 +127,7 @@ def _footnoted(control: str, reasons: list[str]) -> str:
 def _facts(plan: Plan, seen: Inspection) -> list[str]:
     lines = []
     for reason in dict.fromkeys(plan.refused.values()):
-        names = [_short(name) for name, why in plan.refused.items() if why == reason]
+        names = [in_base(name) for name, why in plan.refused.items() if why == reason]
         more = f" and {len(names) - 1} more" if names[1:] else ""
         lines.append(f"refused: {names[0]}{more}: {reason}")
     if plan.others:
@@ -137,7 +138,3 @@ def _facts(plan: Plan, seen: Inspection) -> list[str]:
     lines.append(f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes")
     lines.append(f"statistics engine: {plan.statistics}")
     return lines
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("base_model.model.")

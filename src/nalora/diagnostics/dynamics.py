@@ -25,6 +25,7 @@ from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.peft_names import in_wrapper
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.run import kind_of
 from nalora.training.settings import Run
@@ -189,7 +190,7 @@ def masks_by_site(tensors: dict[str, Tensor], sites: Sequence[GateSite]) -> dict
     found = {}
     for index, site in enumerate(sites):
         for name in (site.name, site.gate):
-            mask = tensors.get(f"base_model.model.{name}/mask")
+            mask = tensors.get(f"{in_wrapper(name)}/mask")
             if mask is not None:
                 found[index] = mask.cpu()
     return found

@@ -59,11 +59,6 @@ def find_sites(model: nn.Module) -> tuple[GateSite, ...]:
     return tuple(_site(block, start) for block in found)
 
 
-def stripped(name: str) -> str:
-    """A layer's name in the base model, given its name in PEFT's wrapper."""
-    return name.removeprefix("base_model.model.")
-
-
 def _site(block: FFNBlock, start: str) -> GateSite:
     def named(name: str) -> str:
         return name.removeprefix(start)

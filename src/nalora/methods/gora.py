@@ -28,11 +28,11 @@ from nalora.errors import NALoRAError
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
+from nalora.peft_names import in_base
 from nalora.processes import is_first_process
 
 # In the run's folder: a resumed run has these ranks and numbers, wherever the cache of gradients went.
 START_FILE = "gora.safetensors"
-_PREFIX = "base_model.model."
 _RIDGE = 1e-8
 
 _log = logging.getLogger("nalora")
@@ -158,7 +158,7 @@ def compressed_step(onto: Tensor, a: Tensor, gamma: float, alpha: float) -> Tens
 
 def rank_pattern(ranks: Mapping[str, int]) -> dict[str, int]:
     """PEFT's: each key a regular expression that this layer's whole name matches, and no other's ending."""
-    return {f"^{re.escape(name.removeprefix(_PREFIX))}": rank for name, rank in ranks.items()}
+    return {f"^{re.escape(in_base(name))}": rank for name, rank in ranks.items()}
 
 
 def _weight(layer: Any) -> Tensor:

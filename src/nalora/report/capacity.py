@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nalora.peft_names import in_base
 from nalora.report.data import RunData
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
@@ -32,7 +33,7 @@ class Capacity:
 
     def of_block(self, block: str) -> dict[str, str]:
         """The adapted modules of an FFN block, by the last part of their name."""
-        place = _plain(block)
+        place = in_base(block)
         return {name.rpartition(".")[2]: name for name in self.modules if name.startswith(f"{place}.")}
 
     def block_norm(self, block: str) -> float:
@@ -72,7 +73,7 @@ def _measure(folder: Path) -> tuple[Capacity, dict[str, Any]]:
             partner = re.sub(r"\.lora_B(?=\.)", ".lora_A", name)
             if partner not in names:
                 raise KeyError(partner)
-            module = _plain(found["module"])
+            module = in_base(found["module"])
             B, A = file.get_tensor(name), file.get_tensor(partner)
             norms = scaling(config, module, A.shape[0]) * row_norms(B.flatten(1), A.flatten(1))
             rows[module] = norms.numpy()
@@ -101,10 +102,6 @@ def _by_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> 
         if re.match(rf"(.*\.)?({key})$", module):
             return value
     return otherwise
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.model.")
 
 
 def _natural(name: str) -> list[Any]:

@@ -17,9 +17,8 @@ from transformers import TrainerCallback
 
 from nalora.methods.method import Method
 from nalora.metrics import NAMES
+from nalora.peft_names import in_base
 from nalora.training.folder import RunFolder
-
-_PEFT_PREFIX = "base_model.model."
 
 
 class GateRecord(TrainerCallback):  # type: ignore[misc]
@@ -35,7 +34,7 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and not (file.is_file() and file.stat().st_size):
             plans = self.controller.plan.blocks
             self._append({
-                "blocks": [name.removeprefix(_PEFT_PREFIX) for name in self.blocks],
+                "blocks": [in_base(name) for name in self.blocks],
                 "activations": [each.block.activation.name for each in plans],
                 "thresholds": [list(each.thresholds) if each.thresholds[0] < each.thresholds[1] else None
                                for each in plans],
