@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nalora.cache import cache_folder
 from nalora.errors import NALoRAError
 
 NAME = "SmolLM2-135M-Instruct (4-bit, dequantised)"
@@ -75,13 +75,9 @@ def dequantising() -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("NALORA_CACHE", "~/.cache/nalora")).expanduser()
-
-
 def _dequantised(gguf: Path) -> Path:
     """The folder with the dense float32 model, made on the first call; whole or not there at all."""
-    folder = _cache() / f"{gguf.stem}-dequantised"
+    folder = cache_folder() / f"{gguf.stem}-dequantised"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

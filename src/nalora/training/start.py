@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from nalora import processes
+from nalora.cache import cache_folder
 from nalora.methods.method import Batch, Start
 from nalora.training.settings import RunSettings
 from nalora.training.trainer import split_batch
@@ -41,6 +41,6 @@ def make_start(
         steps=settings.steps or split.steps(len(dataset), settings.epochs),
         batches=batches,
         folder=folder,
-        cache=Path(os.environ.get("NALORA_CACHE", "~/.cache/nalora")).expanduser() / "starts",
+        cache=cache_folder() / "starts",
         report=report,
     )
