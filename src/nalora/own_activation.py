@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nalora import python_files
 from nalora.activations import KNOWN, Activation, get
 from nalora.equations import Elementwise
 from nalora.errors import NALoRAError
@@ -104,12 +104,7 @@ def _module(name: str, place: str) -> Any:
             file = Path(place)
             if not file.is_file():
                 raise ImportError("no such file")
-            spec = importlib.util.spec_from_file_location(file.stem, file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
+            return python_files.load(file)
         if "" not in sys.path:  # an installed command does not look into the folder that it was called in
             sys.path.insert(0, "")
         return importlib.import_module(place)

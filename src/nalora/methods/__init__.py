@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import json
 import pkgutil
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
+from nalora import python_files
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
 
@@ -56,14 +55,11 @@ def costs() -> dict[str, dict[str, float]]:
 
 
 def _of_file(path: Path) -> type[Method]:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise NALoRAError(
             f"method {str(path)!r}", found="no such file", expected="a method's Python file", fix="check it"
         )
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for method in getattr(module, "METHODS", ()):
+    for method in getattr(python_files.load(path), "METHODS", ()):
         found: type[Method] = method
         return found
     raise NALoRAError(
