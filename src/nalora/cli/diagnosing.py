@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.progress import bars
 
 # How a measure of the file is headed, and with how many digits.
 _COLUMNS = {
@@ -39,15 +39,7 @@ def diagnose(
 
     request = Request(every, probe_size, task, data_dir, batch_size, device, per_channel)
     screen = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=screen, transient=True) as progress:
-        bars: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done)
-
+    with bars(screen, transient=True) as report:
         found = _found(run, against, request, report)
     if against is None:
         print_diagnosis(screen, found)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.progress import bars
 
 INTERRUPTED = 130
 
@@ -68,15 +68,7 @@ def evaluate(
         options["unsafe_code"] = True
     request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base)
     screen = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=screen) as progress:
-        bars: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done)
-
+    with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)
     print_summaries(screen, summaries)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.peft_names import in_wrapper
+from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.run import kind_of
 from nalora.training.settings import Run
-
-Report = Callable[[str, int, int], None]
 
 CHANNELS_FILE = "diagnosis_channels.safetensors"
 

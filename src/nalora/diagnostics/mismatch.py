@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nalora import whole_files
 from nalora.diagnostics.decomposition import MismatchSums, States
-from nalora.diagnostics.dynamics import Report, Request, masks_by_site
+from nalora.diagnostics.dynamics import Request, masks_by_site
 from nalora.diagnostics.file import described
 from nalora.diagnostics.lockstep import Gates, Lockstep
 from nalora.diagnostics.masks import final_state
@@ -23,6 +23,7 @@ from nalora.diagnostics.pairs import finished_run, open_pair
 from nalora.diagnostics.probe import on_device
 from nalora.diagnostics.sites import GateSite, base_of, find_sites
 from nalora.errors import NALoRAError
+from nalora.progress import Report
 from nalora.training.folder import write_json
 
 FILE_NAME = "mismatch.json"

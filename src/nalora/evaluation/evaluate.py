@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
 from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded
+from nalora.progress import Report
 from nalora.tasks import Example, Scores, Task
 from nalora.tasks.images import ImageTask
 from nalora.training.data import Encoder
 from nalora.training.folder import write_json
-
-# (what is being done, how much of it, out of how much)
-Report = Callable[[str, int, int], None]
 
 
 def evaluate(

@@ -13,9 +13,10 @@ import yaml
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.evaluation.evaluate import Report, evaluate
+from nalora.evaluation.evaluate import evaluate
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
+from nalora.progress import Report
 from nalora.tasks import Example, Task
 from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out

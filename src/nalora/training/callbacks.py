@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -15,20 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from nalora.training.folder import COMPLETE, RunFolder
-
-
-@contextlib.contextmanager
-def starting(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for what a method does before training; what it yields hears (what, done, total)."""
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as progress:
-        bars: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = progress.add_task(what, total=total)
-            progress.update(bars[what], completed=done, total=total)
-
-        yield report
 
 
 class RunRecord(TrainerCallback):  # type: ignore[misc]

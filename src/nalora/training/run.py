@@ -19,10 +19,11 @@ from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
+from nalora.progress import bars
 from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out
-from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, starting
+from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.folder import RunFolder
 from nalora.training.settings import Run, RunSettings
@@ -61,7 +62,7 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     if caching:
         # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
         config.use_cache = False
-    with starting(console) as report:
+    with bars(console, transient=True) as report:
         start = make_start(settings, material.dataset, material.collator, loaded.device, folder.path, report)
         model = run.method.prepare(material.model.train(), material.adapter, start)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)

@@ -11,6 +11,7 @@ import torch
 from nalora import processes
 from nalora.cache import cache_folder
 from nalora.methods.method import Batch, Start
+from nalora.progress import Report
 from nalora.training.settings import RunSettings
 from nalora.training.trainer import split_batch
 
@@ -21,7 +22,7 @@ def make_start(
     collator: Callable[[list[Any]], dict[str, Any]],
     device: torch.device,
     folder: Path,
-    report: Callable[[str, int, int], None],
+    report: Report,
 ) -> Start:
     """The start of a run on these examples."""
     split = split_batch(settings)

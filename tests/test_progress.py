@@ -1,0 +1,22 @@
+"""Work that reports what it does has one bar for each of it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from nalora.progress import bars
+
+
+@pytest.mark.parametrize("transient", [False, True])
+def test_one_bar_for_each_thing_that_is_reported(transient):
+    console = Console(file=io.StringIO(), width=120)
+    with bars(console, transient=transient) as report:
+        report("writing", 1, 4)
+        report("scoring", 2, 2)
+        report("writing", 3, 5)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    shown = {line[0]: line[2] for line in lines if line}
+    assert shown == ({} if transient else {"writing": "3/5", "scoring": "2/2"})
