@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora import checkpoint
+from nalora import checkpoint, tasks
 from nalora.diagnostics.compare import Comparison, compare
 from nalora.diagnostics.file import Interval, State, contents, write_channels
 from nalora.diagnostics.probe import Probe, make_probe, on_device
@@ -24,6 +24,7 @@ from nalora.diagnostics.saved import Saved, read_run, states_of
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
+from nalora.evaluation.targets import as_asked
 from nalora.models import loading
 from nalora.peft_names import in_wrapper
 from nalora.progress import Report
@@ -101,9 +102,6 @@ def diagnose(
 
 def _ready(run: Run, request: Request) -> tuple[Probe, tuple[GateSite, ...], Residents]:
     """The probe, where the gates are, and the models; here alone the base model is held."""
-    from nalora import tasks
-    from nalora.tasks.images import ImageTask
-
     settings = run.settings if request.device is None else replace(run.settings, device=request.device)
     own = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
     spec = settings.model_spec(kind_of(own, settings))
@@ -119,12 +117,8 @@ def _ready(run: Run, request: Request) -> tuple[Probe, tuple[GateSite, ...], Res
     )
 
     def load(state: Path | None) -> nn.Module:
-        again = loading.load(spec if state is None else replace(spec, name=str(state)), processor=processor)
-        if isinstance(own, ImageTask):
-            from nalora.tasks.clip import classifier
-
-            again = classifier(again, own)
-        return again.model
+        wanted = spec if state is None else replace(spec, name=str(state))
+        return as_asked(loading.load(wanted, processor=processor), own).model
 
     return probe, find_sites(model), Residents(model, load)
 
