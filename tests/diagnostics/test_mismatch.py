@@ -18,9 +18,10 @@ from nalora.diagnostics.decomposition import TERMS
 from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.mismatch import compare, diagnose_against
 from nalora.diagnostics.mismatch_measures import in_words, measures
-from nalora.diagnostics.pairs import finished_run, open_pair
+from nalora.diagnostics.pairs import open_pair
 from nalora.training.folder import RunFolder
 from nalora.training.run import train
+from nalora.training.saved_run import finished_run
 from nalora.training.settings import check
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 3}

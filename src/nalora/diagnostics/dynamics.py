@@ -20,7 +20,7 @@ from nalora import checkpoint, tasks
 from nalora.diagnostics.compare import Comparison, compare
 from nalora.diagnostics.file import Interval, State, contents, write_channels
 from nalora.diagnostics.probe import Probe, make_probe, on_device
-from nalora.diagnostics.saved import Saved, read_run, states_of
+from nalora.diagnostics.saved import Saved, states_of
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
@@ -30,6 +30,7 @@ from nalora.peft_names import in_wrapper
 from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.run import kind_of
+from nalora.training.saved_run import read_run
 from nalora.training.settings import Run
 
 CHANNELS_FILE = "diagnosis_channels.safetensors"

@@ -19,12 +19,13 @@ from nalora.diagnostics.file import described
 from nalora.diagnostics.lockstep import Gates, Lockstep
 from nalora.diagnostics.masks import final_state
 from nalora.diagnostics.mismatch_measures import STATISTICS, measures
-from nalora.diagnostics.pairs import finished_run, open_pair
+from nalora.diagnostics.pairs import open_pair
 from nalora.diagnostics.probe import on_device
 from nalora.diagnostics.sites import GateSite, base_of, find_sites
 from nalora.errors import NALoRAError
 from nalora.progress import Report
 from nalora.training.folder import write_json
+from nalora.training.saved_run import finished_run
 
 FILE_NAME = "mismatch.json"
 CHANNELS_FILE = "mismatch_channels.safetensors"

@@ -12,41 +12,14 @@ from torch import nn
 from nalora import tasks
 from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.probe import Probe, make_probe
-from nalora.diagnostics.saved import read_run
 from nalora.diagnostics.twins import adapt, is_adapter
 from nalora.errors import NALoRAError
 from nalora.evaluation.targets import as_asked
 from nalora.models import loading
 from nalora.models.loading import ModelSpec
 from nalora.tasks import Task
-from nalora.training.folder import RunFolder
 from nalora.training.run import kind_of
-from nalora.training.settings import Run
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """What a finished run was told, and where what it trained is."""
-
-    folder: RunFolder
-    run: Run
-    trained: Path
-
-
-def finished_run(path: str | Path) -> FinishedRun:
-    """The run of a folder.
-
-    Raises:
-        NALoRAError: no run is there, or one that has not come to its end.
-    """
-    folder = RunFolder(path)
-    run = read_run(folder)
-    trained = folder.model if folder.model.is_dir() else folder.adapter
-    if not folder.result.is_file() or not trained.is_dir():
-        raise NALoRAError(
-            str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
-        )
-    return FinishedRun(folder, run, trained)
+from nalora.training.saved_run import FinishedRun, finished_run
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from nalora.diagnostics.twins import is_adapter
 from nalora.errors import NALoRAError
 from nalora.methods.method import Method
 from nalora.training.folder import COMPLETE, RunFolder
-from nalora.training.settings import Run, check
+from nalora.training.settings import Run
 
 
 @dataclass(frozen=True)
@@ -22,25 +21,6 @@ class Saved:
 
     step: int
     folder: Path | None
-
-
-def read_run(folder: RunFolder) -> Run:
-    """The settings of the run in a folder.
-
-    Raises:
-        NALoRAError: no run there, or one whose settings cannot be read.
-    """
-    if not folder.settings.is_file():
-        raise NALoRAError(
-            str(folder.path), found="no run", expected="a folder that `nalora train` wrote", fix="check the path"
-        )
-    try:
-        given = yaml.safe_load(folder.settings.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise NALoRAError(
-            str(folder.settings), found="no YAML", expected="a run's settings", fix="train it again"
-        ) from error
-    return check(given if isinstance(given, dict) else {}, str(folder.settings))
 
 
 def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[Saved], list[str]]:
@@ -86,10 +66,9 @@ def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[
         found |= {step: Saved(step, each) for each in checkpoints if (step := int(each.name.rpartition("-")[2]))}
     elif checkpoints:
         notices.append(f"its checkpoints are left out: {run.method.title} trains on a base of its own")
-    final = folder.model if folder.model.is_dir() else folder.adapter
-    if folder.result.is_file() and final.is_dir():
+    if folder.result.is_file() and folder.trained.is_dir():
         step = int(json.loads(folder.result.read_text(encoding="utf-8"))["steps"])
-        found.setdefault(step, Saved(step, final))
+        found.setdefault(step, Saved(step, folder.trained))
     told = ["the base model", *(f"step {step}" for step in sorted(found) if step)]
     notices.append(f"no snapshots (snapshot_every: N makes them): comparing {', '.join(told)}")
     return [found[step] for step in sorted(found)]

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from nalora import tasks
 from nalora.errors import NALoRAError
 from nalora.evaluation.evaluate import evaluate
@@ -22,7 +20,8 @@ from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out
 from nalora.training.folder import RunFolder
 from nalora.training.run import kind_of
-from nalora.training.settings import Run, RunSettings, check
+from nalora.training.saved_run import FinishedRun, finished_run
+from nalora.training.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def evaluate_target(
     report = report or (lambda what, done, total: None)
     folder = RunFolder(target)
     if folder.settings.is_file():
-        return dict(_evaluate_run(folder, request, output, device, report))
+        return dict(_evaluate_run(finished_run(folder.path), request, output, device, report))
     if request.task is None:
         raise NALoRAError(target, found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
     options = request.options or {}
@@ -80,19 +79,14 @@ def evaluate_target(
 
 
 def _evaluate_run(
-    folder: RunFolder, request: Request, output: Path | None, device: str | None, report: Report
+    finished: FinishedRun, request: Request, output: Path | None, device: str | None, report: Report
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    run: Run = check(yaml.safe_load(folder.settings.read_text(encoding="utf-8")), str(folder.settings))
-    trained = folder.model if folder.model.is_dir() else folder.adapter
-    if not folder.result.is_file() or not trained.is_dir():
-        raise NALoRAError(
-            str(folder.path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
-        )
+    run, trained = finished.run, finished.trained
     settings = run.settings if device is None else replace(run.settings, device=device)
     own = request.task in (None, settings.task)
     name = request.task or settings.task
     options = {**(run.task_options if own else {}), **(request.options or {})}
-    place = (output or folder.evaluations) / name
+    place = (output or finished.folder.evaluations) / name
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
     spec = settings.model_spec(kind_of(task, settings))

@@ -99,6 +99,11 @@ class RunFolder:
                 shutil.rmtree(checkpoint)
         return None
 
+    @property
+    def trained(self) -> Path:
+        """What a finished run saved: the whole model after full fine-tuning, else the adapter."""
+        return self.model if self.model.is_dir() else self.adapter
+
     def snapshot(self, step: int) -> Path:
         """The folder of what was trained after that step; its name sorts by step."""
         return self.snapshots / f"step-{step:08d}"
