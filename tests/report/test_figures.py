@@ -15,6 +15,7 @@ from nalora.report import figures, gate_figures, paper_figures
 from nalora.report.capacity import read_capacity
 from nalora.report.data import read_run, read_runs
 from nalora.report.drawing import COLOURS, look, stroke
+from nalora.report.gates import named_activation
 from report.run_folders import write, write_run
 
 
@@ -307,12 +308,12 @@ def test_an_unknown_activation_keeps_its_histogram(tmp_path):
 
 @pytest.mark.parametrize(("name", "upper"), [("silu≤7", 7.0), ("gelu", np.inf), ("swish", np.inf)])
 def test_clamped_activations_are_known_by_their_name(name, upper):
-    assert gate_figures.named_activation(name).upper == upper
+    assert named_activation(name).upper == upper
 
 
 @pytest.mark.parametrize("name", ["weird", "silu≤x", "silu≤-1", ""])
 def test_other_names_are_not(name):
-    assert gate_figures.named_activation(name) is None
+    assert named_activation(name) is None
 
 
 def test_a_run_has_one_colour_in_all_figures(runs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nalora import activations
-from nalora.activations import Activation
-from nalora.errors import NALoRAError
 from nalora.report import drawing
 from nalora.report.data import RunData, layer_labels
+from nalora.report.gates import named_activation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -207,13 +204,3 @@ def _kappa(axes: Axes, name: str, low: float, high: float) -> bool:
     axes.axhline(0, color=drawing.GREY, linewidth=0.7)
     axes.set_ylim(bottom, top)
     return True
-
-
-def named_activation(name: str) -> Activation | None:
-    """The activation that a run's files name, clamped ones included (`silu≤7`); None where nalora knows no formula."""
-    inner, _, bound = name.partition("≤")
-    try:
-        found = activations.get(inner)
-        return activations.clamped(found, float(bound)) if bound and math.isfinite(float(bound)) else found
-    except (NALoRAError, ValueError):
-        return None

@@ -1,8 +1,9 @@
-"""gates.jsonl: what every block's gates did at every logged step."""
+"""gates.jsonl: what every block's gates did at every logged step, and which activation a name stands for."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nalora.activations import Activation, clamped, get
+from nalora.errors import NALoRAError
 from nalora.metrics import NAMES
 
 Array = NDArray[np.float64]
@@ -92,3 +95,13 @@ def _row(line: str, width: int) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def named_activation(name: str) -> Activation | None:
+    """The activation that a run's files name, clamped ones included (`silu≤7`); None where nalora knows no formula."""
+    inner, _, bound = name.partition("≤")
+    try:
+        found = get(inner)
+        return clamped(found, float(bound)) if bound and math.isfinite(float(bound)) else found
+    except (NALoRAError, ValueError):
+        return None

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nalora import activations
-from nalora.errors import NALoRAError
 from nalora.report.capacity import Capacity, read_capacity
 from nalora.report.data import RunData, layer_labels
-from nalora.report.gates import Gates
+from nalora.report.gates import Gates, named_activation
 from nalora.report.packing import finite, kept_rows, packed
 from nalora.report.payload_layers import CHANNEL_MEASURES, channel_measures, update_norms
 
@@ -125,13 +123,8 @@ def _curves(run: RunData) -> dict[str, Any]:
     curves = {}
     z = torch.linspace(-6, 6, _CURVE_POINTS, dtype=torch.float64)
     for name in sorted(names):
-        try:
-            inner, _, bound = name.partition("≤")
-            activation = activations.get(inner)
-            activation = activations.clamped(activation, float(bound)) if bound else activation
-        except (NALoRAError, ValueError):
-            continue
-        curves[name] = {"z": packed(z), "kappa": packed(activation.kappa(z)), "phi": packed(activation.phi(z))}
+        if (activation := named_activation(name)) is not None:
+            curves[name] = {"z": packed(z), "kappa": packed(activation.kappa(z)), "phi": packed(activation.phi(z))}
     return curves
 
 
