@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from nalora.report.data import RunData
 from nalora.report.packing import plain
+from nalora.report.tables import lower_is_better
 
 Interval = tuple[float, float]
 LOSS = "loss of the answers"
@@ -117,8 +118,7 @@ def _against_one_another(scores: Sequence[Score], measure: str) -> str:
 
 
 def _better(a: Score, b: Score, measure: str) -> bool:
-    lower_is_better = "loss" in measure or "perplexity" in measure
-    return a.value < b.value if lower_is_better else a.value > b.value
+    return a.value < b.value if lower_is_better(measure) else a.value > b.value
 
 
 def _overlap(a: Score, b: Score) -> bool:

@@ -21,6 +21,11 @@ _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "seconds", "memory", "gib", "er
 Mark = Literal["best", "second", ""]
 
 
+def lower_is_better(measure: str) -> bool:
+    """Whether less of it is better, by its name."""
+    return any(word in measure.lower() for word in _LOWER_IS_BETTER)
+
+
 class Record(NamedTuple):
     """What one run came to: which row it belongs to, its seed, and its measures by name."""
 
@@ -52,7 +57,7 @@ class Column:
     @property
     def lower_is_better(self) -> bool:
         """As said, or by the name."""
-        return any(word in self.measure.lower() for word in _LOWER_IS_BETTER) if self.lower is None else self.lower
+        return lower_is_better(self.measure) if self.lower is None else self.lower
 
     @property
     def head(self) -> str:
