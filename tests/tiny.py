@@ -107,3 +107,25 @@ def saved_llama(folder, layers: int = 2, hidden: int = 32) -> str:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     made.save_pretrained(folder)
     return str(folder)
+
+
+def saved_t5(folder, **config) -> str:
+    """A folder with a small T5 of one layer and its tokenizer."""
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = transformers.T5Config(
+        vocab_size=len(made), d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
+        decoder_start_token_id=made.pad_token_id, eos_token_id=made.eos_token_id, pad_token_id=made.pad_token_id,
+        **config,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def saved_sst2(folder) -> str:
+    """A folder with SST-2's files, of four sentences."""
+    lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    return str(folder)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 
 import pytest
 from figure_files import check_files
 
-from nalora import cli
 from nalora.activations import KNOWN
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nalora", "activations", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        printed = capsys.readouterr()
-        return leaving.value.code or 0, printed.out, printed.err
-
-    return call
+def activations(run):
+    return functools.partial(run, "activations")
 
 
-def test_only_those_named_are_listed(run):
-    code, out, _ = run("gelu", "swish")
+def test_only_those_named_are_listed(activations):
+    code, out, _ = activations("gelu", "swish")
     assert code == 0
     rows = [line.split() for line in out.splitlines() if "." in line]
     assert [row[:3] for row in rows] == [
@@ -33,8 +25,8 @@ def test_only_those_named_are_listed(run):
     ]
 
 
-def test_all_are_drawn(run, tmp_path):
-    code, out, _ = run("--draw", str(tmp_path))
+def test_all_are_drawn(activations, tmp_path):
+    code, out, _ = activations("--draw", str(tmp_path))
     assert code == 0
     for known in KNOWN:
         files = [tmp_path / f"{known.name}.{kind}" for kind in ("png", "svg")]
@@ -42,10 +34,10 @@ def test_all_are_drawn(run, tmp_path):
         check_files(files, must_say=["χ(z)", known.name])
 
 
-def test_an_own_activation_is_listed_with_its_points_and_drawn(run, tmp_path):
+def test_an_own_activation_is_listed_with_its_points_and_drawn(activations, tmp_path):
     source = tmp_path / "gates.py"
     source.write_text("import torch\n\ndef steep(z):\n    return z * torch.sigmoid(3 * z)\n")
-    code, out, _ = run(f"{source}:steep", "torch.nn:SiLU", "--draw", str(tmp_path / "drawn"))
+    code, out, _ = activations(f"{source}:steep", "torch.nn:SiLU", "--draw", str(tmp_path / "drawn"))
     assert code == 0
     assert "+0.426154848" in out
     assert "SiLU (the values of silu)" in out
@@ -55,8 +47,8 @@ def test_an_own_activation_is_listed_with_its_points_and_drawn(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"), [("sillu", "use 'silu'"), ("torch:logsumexp", "elementwise"), ("none.py:f", "no such file")]
 )
-def test_a_mistake_is_one_line(run, name, said):
-    code, out, err = run(name)
+def test_a_mistake_is_one_line(activations, name, said):
+    code, out, err = activations(name)
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.splitlines()) == 1

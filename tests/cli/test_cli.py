@@ -14,26 +14,9 @@ import transformers
 from rich.console import Console
 
 import nalora
-from nalora import cli, demo
+from nalora import demo
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: exit code, stdout, stderr."""
-    for commands in (cli.inspecting, cli.runs):
-        monkeypatch.setattr(commands, "hush_libraries", lambda: None)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nalora", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.out + printed.err
-        return leaving.value.code or 0, printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture

@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
-import pytest
 import tiny
 
-from nalora import cli
 from nalora.training.run import train
 from nalora.training.settings import check
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    monkeypatch.setattr(cli.diagnosing, "hush_libraries", lambda: None)
-
-    def type_in(*arguments):
-        monkeypatch.setattr(sys, "argv", ["nalora", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        said = capsys.readouterr()
-        return stopped.value.code or 0, said.out, said.err
-
-    return type_in
 
 
 def test_diagnose(run, tmp_path):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import sys
 
-import pytest
 import tiny
 from rich.console import Console
 
-from nalora import cli
 from nalora.cli.mismatching import print_mismatch
 from nalora.diagnostics.mismatch import compare
 from nalora.diagnostics.mismatch_measures import measures
@@ -53,20 +50,14 @@ def test_nothing_differs():
     assert "nan" not in text
 
 
-def test_as_a_user_types_it(tmp_path, monkeypatch, capsys):
+def test_as_a_user_types_it(run, tmp_path):
     train(check({
         "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 12, "test_size": 4,
         "output": str(tmp_path / "run"), "steps": 2, "batch_size": 4, "device": "cpu", "learning_rate": 1e-2,
     }))  # fmt: skip
-    monkeypatch.setattr(cli.diagnosing, "hush_libraries", lambda: None)
 
     def type_in(target):
-        arguments = ["nalora", "diagnose", tmp_path / "run", "--against", target, "--probe-size", 8]
-        monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        said = capsys.readouterr()
-        return stopped.value.code or 0, said.out, said.err
+        return run("diagnose", tmp_path / "run", "--against", target, "--probe-size", 8)
 
     code, out, err = type_in(tmp_path / "base")
     assert code == 0, err

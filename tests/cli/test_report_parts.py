@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-from nalora import cli
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nalora", "report", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        printed = capsys.readouterr()
-        return leaving.value.code or 0, printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture
@@ -38,8 +23,8 @@ def folder(tmp_path):
     return path
 
 
-def test_figures(run, folder, tmp_path):
-    code, out, err = run(folder, "--figures", tmp_path / "f")
+def test_figures(report, folder, tmp_path):
+    code, out, err = report(folder, "--figures", tmp_path / "f")
     assert code == 0
     files = [Path(line) for line in out.splitlines()]
     assert {file.stem for file in files} == {"loss", "diagnostics-over-training", "diagnostics-by-layer"}
@@ -48,16 +33,16 @@ def test_figures(run, folder, tmp_path):
     assert not (folder / "report.html").exists()
 
 
-def test_the_papers_figures(run, folder, tmp_path):
-    code, out, err = run(folder, "--paper-figures", tmp_path / "p")
+def test_the_papers_figures(report, folder, tmp_path):
+    code, out, err = report(folder, "--paper-figures", tmp_path / "p")
     assert (code, err) == (0, "")
     assert sorted(Path(line).name for line in out.splitlines()) == [
         f"diagnostics-{name}.{kind}" for name in ("by-layer", "over-training") for kind in ("png", "svg")
     ]
 
 
-def test_tables(run, folder, tmp_path):
-    code, out, _ = run(folder, "--tables", tmp_path / "t")
+def test_tables(report, folder, tmp_path):
+    code, out, _ = report(folder, "--tables", tmp_path / "t")
     assert code == 0
     assert [Path(line).name for line in out.splitlines()] == ["tables.md", "tables.tex"]
     text = (tmp_path / "t" / "tables.md").read_text()
@@ -65,22 +50,22 @@ def test_tables(run, folder, tmp_path):
     assert "| lora | 0.1500 | 0.5500 | 0.1000 |" in text
 
 
-def test_the_page_comes_too_where_it_is_asked_for(run, folder, tmp_path):
-    code, out, _ = run(folder, "--tables", tmp_path / "t", "--output", tmp_path / "page.html")
+def test_the_page_comes_too_where_it_is_asked_for(report, folder, tmp_path):
+    code, out, _ = report(folder, "--tables", tmp_path / "t", "--output", tmp_path / "page.html")
     assert code == 0
     assert (tmp_path / "page.html").is_file()
     assert "page.html" in out
 
 
-def test_nothing_to_draw_is_said_and_no_folder_made(run, tmp_path):
+def test_nothing_to_draw_is_said_and_no_folder_made(report, tmp_path):
     (tmp_path / "run.yaml").write_text("method: lora\n")
-    code, out, err = run(tmp_path, "--paper-figures", tmp_path / "p")
+    code, out, err = report(tmp_path, "--paper-figures", tmp_path / "p")
     assert (code, out) == (1, "")
     assert "No diagnosis yet" in err
     assert not (tmp_path / "p").exists()
 
 
-def test_no_run_is_one_line(run, tmp_path):
-    code, _, err = run(tmp_path / "nowhere", "--figures", tmp_path / "f")
+def test_no_run_is_one_line(report, tmp_path):
+    code, _, err = report(tmp_path / "nowhere", "--figures", tmp_path / "f")
     assert code == 2
     assert "no such folder" in err

@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
 from report.run_folders import write_run
 
-from nalora import cli
 from nalora.cli.reporting import default_output
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nalora", "report", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        printed = capsys.readouterr()
-        return leaving.value.code or 0, printed.out, printed.err
-
-    return call
-
-
-def test_the_path_is_printed(run, tmp_path):
+def test_the_path_is_printed(report, tmp_path):
     folder = write_run(tmp_path, name="na")
-    code, out, _ = run(str(folder))
+    code, out, _ = report(str(folder))
     assert code == 0
     assert out.strip() == f"the report: {folder / 'report.html'}"
     assert (folder / "report.html").stat().st_size > 1e6
 
 
-def test_several_runs_share_a_page_beside_them(run, tmp_path):
+def test_several_runs_share_a_page_beside_them(report, tmp_path):
     one, two = write_run(tmp_path, name="one"), write_run(tmp_path, name="two")
-    assert run(str(one), str(two))[0] == 0
+    assert report(str(one), str(two))[0] == 0
     text = (tmp_path / "report.html").read_text()
     assert "2 runs" in text
 
 
-def test_a_folder_of_runs_and_a_place_of_ones_own(run, tmp_path):
+def test_a_folder_of_runs_and_a_place_of_ones_own(report, tmp_path):
     write_run(tmp_path / "study", name="one")
     write_run(tmp_path / "study", name="two")
-    code, out, _ = run(str(tmp_path / "study"), "--output", str(tmp_path / "page.html"))
+    code, out, _ = report(str(tmp_path / "study"), "--output", str(tmp_path / "page.html"))
     assert code == 0
     assert str(tmp_path / "page.html") in out
     assert (tmp_path / "page.html").is_file()
 
 
-def test_notices_are_printed_too(run, tmp_path):
+def test_notices_are_printed_too(report, tmp_path):
     folder = write_run(tmp_path, name="na")
     (folder / "result.json").unlink()
-    code, out, _ = run(str(folder))
+    code, out, _ = report(str(folder))
     assert code == 0
     assert "na: The run is still going" in out
 
 
-def test_no_such_run_is_one_line(run, tmp_path):
-    code, out, err = run(str(tmp_path / "nowhere"))
+def test_no_such_run_is_one_line(report, tmp_path):
+    code, out, err = report(str(tmp_path / "nowhere"))
     assert (code, out) == (2, "")
     assert err.startswith("nalora: ")
     assert len(err.splitlines()) == 1
 
 
-def test_open_shows_it_in_the_browser(run, tmp_path, monkeypatch):
+def test_open_shows_it_in_the_browser(report, tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("nalora.cli.reporting.typer.launch", opened.append)
     folder = write_run(tmp_path, name="na")
-    run(str(folder), "--open")
+    report(str(folder), "--open")
     assert opened == [(folder / "report.html").resolve().as_uri()]
 
 

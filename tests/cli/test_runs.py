@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import tiny
-
-from nalora import cli
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    monkeypatch.setattr(cli.runs, "hush_libraries", lambda: None)
-
-    def type_in(*arguments):
-        monkeypatch.setattr(sys, "argv", ["nalora", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        said = capsys.readouterr()
-        return stopped.value.code or 0, said.out, said.err
-
-    return type_in
 
 
 @pytest.fixture

@@ -237,21 +237,10 @@ def test_full_fine_tuning_with_two_models_resident(tmp_path, monkeypatch):
 
 
 def test_an_encoder_decoder_without_regimes(tmp_path):
-    torch.manual_seed(0)
-    tokenizer = tiny.tokenizer()
-    config = transformers.T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4, feed_forward_proj="relu",
-        decoder_start_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    tokenizer.save_pretrained(tmp_path / "t5")
-    lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]
-    for split in ("train", "dev"):
-        (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     train(check({
-        "model": str(tmp_path / "t5"), "task": "sst2", "data_dir": str(tmp_path), "method": "lora", "device": "cpu",
-        "output": str(tmp_path / "run"), "steps": 4, "batch_size": 4, "learning_rate": 3e-2, "snapshot_every": 2,
+        "model": tiny.saved_t5(tmp_path / "t5", feed_forward_proj="relu"), "task": "sst2", "method": "lora",
+        "data_dir": tiny.saved_sst2(tmp_path), "device": "cpu", "output": str(tmp_path / "run"),
+        "steps": 4, "batch_size": 4, "learning_rate": 3e-2, "snapshot_every": 2,
     }))  # fmt: skip
     found = diagnose(tmp_path / "run", PROBE)
     assert len(found["blocks"]) == 2

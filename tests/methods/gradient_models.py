@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import peft
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -22,6 +23,24 @@ def llama(layers: int = 2, dtype: torch.dtype = torch.float32, hidden: int = 24,
         max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def in_4_bits(model: nn.Module, folder) -> tuple[nn.Module, nn.Module]:
+    """The model quantised, and with the numbers that this leaves it with; the test is skipped without bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    from peft.utils.integrations import dequantize_module_weight
+
+    model.save_pretrained(folder)
+    quantise = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantise, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    for name, module in quantised.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            model.get_submodule(name).weight.data = dequantize_module_weight(module).data
+    return quantised, model
 
 
 def wrapped(model: nn.Module | None = None, target_modules="all-linear", **lora) -> nn.Module:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 
 import peft
 import pytest
-import tiny
 import torch
 import transformers
-from gradient_models import autograd_gradients, collated, layers_of, llama, loss_of, product, rows, start_on, wrapped
-from safetensors.torch import load_file
+from gradient_models import (
+    autograd_gradients,
+    collated,
+    in_4_bits,
+    layers_of,
+    llama,
+    loss_of,
+    product,
+    rows,
+    start_on,
+    wrapped,
+)
+from gradient_runs import check_that_it_resumes_without_gradients, settings_of
 from torch import nn
 
 import nalora
@@ -20,7 +29,6 @@ from nalora import methods
 from nalora.methods import gora
 from nalora.methods.gora import GoRA, compressed_step, drawn_rows, rank_pattern
 from nalora.methods.method import Adapter, Start
-from nalora.training.folder import RunFolder
 from nalora.training.run import train
 from nalora.training.settings import check
 
@@ -205,20 +213,7 @@ def test_the_start_lowers_the_loss_by_what_the_gradient_says():
 
 
 def test_on_a_base_in_4_bits(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    from peft.utils.integrations import dequantize_module_weight
-
-    uneven(hidden=32).save_pretrained(tmp_path)
-    quantise = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=quantise, device_map={"": "cpu"}, dtype=torch.float32
-    )
-    dense = uneven(hidden=32)
-    for name, module in model.named_modules():
-        if type(module).__name__ == "Linear4bit":
-            dense.get_submodule(name).weight.data = dequantize_module_weight(module).data
+    model, dense = in_4_bits(uneven(hidden=32), tmp_path)
     before = loss_of(dense, rows()).item()
     quantised, plain = layers_of(four := prepared(model)), layers_of(prepared(dense))
     for name, layer in quantised.items():
@@ -272,46 +267,19 @@ def test_settings_out_of_range():
         GoRA(min_rank=9, max_rank=8)
 
 
-def settings_of(tmp_path, **more):
-    return {
-        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 48, "test_size": 8,
-        "settings": {"min_terms": 2, "max_terms": 2}, "steps": 4, "batch_size": 8, "learning_rate": 1e-3,
-        "log_every": 1, "device": "cpu", "max_length": 128, "method": "gora", "rank": 4, "gradient_batches": 2,
-        "min_rank": 2, "save_every": 2, "output": str(tmp_path / "run"),
-    } | more  # fmt: skip
-
-
 def test_resumed_without_the_cache_it_ends_the_same(tmp_path, monkeypatch):
-    pytest.importorskip("nalora.methods.lora_plus")
-    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
-    settings = settings_of(tmp_path)
-    train(check(settings))
-    folder = RunFolder(settings["output"])
-    whole = load_file(folder.adapter / "adapter_model.safetensors")
-    folder.result.unlink()
-    shutil.rmtree(folder.adapter)
-    shutil.rmtree(folder.checkpoints / "checkpoint-4")
-    shutil.rmtree(tmp_path / "cache")
-
-    def never(*_):
-        raise AssertionError("a resumed run takes no gradients")
-
-    monkeypatch.setattr(gora, "reduce_mean_gradients", never)
-    train(check(settings), resume=True)
-    again = load_file(folder.adapter / "adapter_model.safetensors")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    settings = settings_of(tmp_path, method="gora", min_rank=2)
+    check_that_it_resumes_without_gradients(settings, gora, tmp_path, monkeypatch)
 
 
 def test_b_learns_ratio_times_as_fast(tmp_path, monkeypatch):
-    pytest.importorskip("nalora.methods.lora_plus")
     import nalora.training.run as module
 
     monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
     made = []
     make = module.make_trainer
     monkeypatch.setattr(module, "make_trainer", lambda *a: made.append(make(*a)) or made[-1])
-    train(check(settings_of(tmp_path, ratio=8.0, schedule="constant", warmup=0.0)))
+    train(check(settings_of(tmp_path, method="gora", min_rank=2, ratio=8.0, schedule="constant", warmup=0.0)))
     (trainer,) = made
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}

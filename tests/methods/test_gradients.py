@@ -20,6 +20,7 @@ from gradient_models import (
     autograd_gradients,
     batches_of,
     collated,
+    in_4_bits,
     keep_all,
     layers_of,
     llama,
@@ -150,21 +151,8 @@ def test_a_layer_used_twice_has_the_sum_of_both():
 
 
 def test_of_a_base_in_4_bits(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    from peft.utils.integrations import dequantize_module_weight
-
     data = rows()
-    llama(hidden=32).save_pretrained(tmp_path)
-    quantise = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=quantise, device_map={"": "cpu"}, dtype=torch.float32
-    )
-    dense = llama(hidden=32)
-    for name, module in model.named_modules():
-        if type(module).__name__ == "Linear4bit":
-            dense.get_submodule(name).weight.data = dequantize_module_weight(module).data
+    model, dense = in_4_bits(llama(hidden=32), tmp_path)
     model = wrapped(model)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     agree(collect(model, start_on(data)), autograd_gradients(dense, data), 1e-4)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import peft
 import pytest
-import tiny
 import torch
 import transformers
-from gradient_models import autograd_gradients, collated, layers_of, llama, loss_of, product, rows, start_on
-from safetensors.torch import load_file
+from gradient_models import autograd_gradients, collated, in_4_bits, layers_of, llama, loss_of, product, rows, start_on
+from gradient_runs import check_that_it_resumes_without_gradients, settings_of
 from torch import nn
 
 import nalora
@@ -19,9 +17,6 @@ from nalora import methods
 from nalora.methods import lora_ga
 from nalora.methods.lora_ga import LoRAGA, leading_singular_vectors
 from nalora.methods.method import Adapter
-from nalora.training.folder import RunFolder
-from nalora.training.run import train
-from nalora.training.settings import check
 
 # k and v of the small Llama have 12 outputs.
 RANK, ALPHA = 3, 8
@@ -164,11 +159,7 @@ def test_a_rank_above_half_a_layers_own():
 
 
 def test_a_quantised_base_is_refused(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    llama(hidden=32).save_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"}
-    )
+    model, _ = in_4_bits(llama(hidden=32), tmp_path)
     with pytest.raises(nalora.NALoRAError, match="not quantised"):
         prepared(model)
 
@@ -186,26 +177,4 @@ def test_na_lora_stands_on_it():
 
 
 def test_resumed_without_the_cache_it_ends_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
-    settings = {
-        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 48, "test_size": 8,
-        "settings": {"min_terms": 2, "max_terms": 2}, "steps": 4, "batch_size": 8, "learning_rate": 1e-3,
-        "log_every": 1, "device": "cpu", "max_length": 128, "method": "lora-ga", "rank": 4, "gradient_batches": 2,
-        "save_every": 2, "output": str(tmp_path / "run"),
-    }  # fmt: skip
-    train(check(settings))
-    folder = RunFolder(settings["output"])
-    whole = load_file(folder.adapter / "adapter_model.safetensors")
-    folder.result.unlink()
-    shutil.rmtree(folder.adapter)
-    shutil.rmtree(folder.checkpoints / "checkpoint-4")
-    shutil.rmtree(tmp_path / "cache")
-
-    def never(*_):
-        raise AssertionError("a resumed run takes no gradients")
-
-    monkeypatch.setattr(lora_ga, "reduce_mean_gradients", never)
-    train(check(settings), resume=True)
-    again = load_file(folder.adapter / "adapter_model.safetensors")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    check_that_it_resumes_without_gradients(settings_of(tmp_path, method="lora-ga"), lora_ga, tmp_path, monkeypatch)

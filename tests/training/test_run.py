@@ -134,21 +134,10 @@ def test_a_model_that_is_not_there(settings):
 def test_an_encoder_decoder_learns_and_is_asked(tmp_path):
     from nalora.evaluation.targets import Request, evaluate_target
 
-    torch.manual_seed(0)
-    tokenizer = tiny.tokenizer()
-    config = transformers.T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4,
-        decoder_start_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    tokenizer.save_pretrained(tmp_path / "t5")
-    lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]
-    for split in ("train", "dev"):
-        (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     settings = {
-        "model": str(tmp_path / "t5"), "task": "sst2", "data_dir": str(tmp_path), "method": "na-lora", "device": "cpu",
-        "output": str(tmp_path / "run"), "steps": 60, "batch_size": 4, "learning_rate": 3e-2, "log_every": 1,
+        "model": tiny.saved_t5(tmp_path / "t5"), "task": "sst2", "data_dir": tiny.saved_sst2(tmp_path),
+        "method": "na-lora", "device": "cpu", "output": str(tmp_path / "run"),
+        "steps": 60, "batch_size": 4, "learning_rate": 3e-2, "log_every": 1,
     }  # fmt: skip
     train(check(settings))
     rows = metrics(settings["output"])

@@ -1,4 +1,4 @@
-"""A whole study on a small real model: trained, chosen, asked, compared; from the command line."""
+"""`nalora study` as a user types it: a small real model trained, chosen, asked, compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import json
 import pytest
 import tiny
 import yaml
-from typer.testing import CliRunner
 
-from nalora.cli import app
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
 
 
@@ -30,33 +28,33 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def test_a_study_from_its_file_to_its_answer(file, tmp_path):
+def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     store = tmp_path / "store"
-    command = ["study", str(file), "--store", str(store), "--workers", "2"]
-    planned = CliRunner().invoke(app, [*command, "--dry-run"])
-    assert "6 runs in all" in planned.output
+    command = ["study", file, "--store", store, "--workers", 2]
+    _, planned, _ = run(*command, "--dry-run")
+    assert "6 runs in all" in planned
     assert not store.exists()
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    code, out, err = run(*command)
+    assert code == 0, out + err
     runs = [Store(store).result(folder.name) for folder in store.iterdir() if folder.is_dir()]
     assert len(runs) == 6
-    assert all(run.has(VALIDATION) for run in runs)
-    assert sum(run.has(TEST) and run.has(ANSWERS) for run in runs) == 4, "the test set is for the chosen runs alone"
+    assert all(each.has(VALIDATION) for each in runs)
+    assert sum(each.has(TEST) and each.has(ANSWERS) for each in runs) == 4, "the test set is for the chosen runs alone"
     (part,) = json.loads((store / "small.json").read_text())
     assert set(part["values"]) == {"lora", "na-lora"}
     assert part["measures"][0] == "test loss"
     assert all(len(seeds) == 2 for cells in part["values"].values() for seeds in cells)
     assert len(part["sentences"]) == len(part["measures"])
     stamps = {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
-    again = CliRunner().invoke(app, command)
-    assert again.exit_code == 0
+    assert run(*command)[0] == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
 
 
-def test_a_study_that_cannot_run_says_so_and_starts_nothing(file, tmp_path):
+def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path):
     described = yaml.safe_load(file.read_text())
     described["arms"]["lorra"] = {"method": "lorra"}
     file.write_text(yaml.safe_dump(described))
-    refused = CliRunner().invoke(app, ["study", str(file), "--store", str(tmp_path / "store")])
-    assert "did you mean 'lora'" in str(refused.exception)
+    code, _, err = run("study", file, "--store", tmp_path / "store")
+    assert code == 2
+    assert "did you mean 'lora'" in err
     assert not (tmp_path / "store").exists()

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from nalora import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit code, stdout, stderr; there is never a traceback."""
+    # It switches logging and warnings off for the whole process, and so for the tests that come later.
+    for commands in (cli.diagnosing, cli.inspecting, cli.runs, cli.studying):
+        monkeypatch.setattr(commands, "hush_libraries", lambda: None)
+
+    def type_in(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nalora", *map(str, arguments)])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err
+        return leaving.value.code or 0, printed.out, printed.err
+
+    return type_in
+
+
+@pytest.fixture
+def report(run):
+    return functools.partial(run, "report")
