@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 
 from nalora import methods
 from nalora.methods.method import Adapter
-from nalora.training.run import RowDataset
+from nalora.training.material import RowDataset
 from nalora.training.settings import RunSettings
 from nalora.training.start import make_start
 from nalora.training.trainer import make_trainer

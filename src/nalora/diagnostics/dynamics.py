@@ -24,12 +24,11 @@ from nalora.diagnostics.saved import Saved, states_of
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
-from nalora.evaluation.targets import as_asked
 from nalora.models import loading
 from nalora.peft_names import in_wrapper
 from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
-from nalora.training.run import kind_of
+from nalora.training.material import as_asked, kind_of
 from nalora.training.saved_run import read_run
 from nalora.training.settings import Run
 

@@ -21,7 +21,7 @@ from nalora.diagnostics.probe import batches_of
 from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin
 from nalora.training.folder import RunFolder, write_json
-from nalora.training.run import Material
+from nalora.training.material import Material
 from nalora.training.settings import Run
 
 Weights = dict[str, Tensor]

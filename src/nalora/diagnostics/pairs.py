@@ -14,11 +14,10 @@ from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.probe import Probe, make_probe
 from nalora.diagnostics.twins import adapt, is_adapter
 from nalora.errors import NALoRAError
-from nalora.evaluation.targets import as_asked
 from nalora.models import loading
 from nalora.models.loading import ModelSpec
 from nalora.tasks import Task
-from nalora.training.run import kind_of
+from nalora.training.material import as_asked, kind_of
 from nalora.training.saved_run import FinishedRun, finished_run
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nalora import tasks
 from nalora.models.loading import Loaded
-from nalora.training.run import prepare
+from nalora.training.material import prepare
 from nalora.training.settings import Run
 
 Batch = dict[str, Any]

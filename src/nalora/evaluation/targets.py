@@ -16,10 +16,9 @@ from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.progress import Report
 from nalora.tasks import Example, Task
-from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out
 from nalora.training.folder import RunFolder
-from nalora.training.run import kind_of
+from nalora.training.material import as_asked, kind_of
 from nalora.training.saved_run import FinishedRun, finished_run
 from nalora.training.settings import RunSettings
 
@@ -110,15 +109,6 @@ def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, A
     if "judgements" in tasks.options(name) and not options.get("judgements"):
         return {**options, "judgements": str(place / "judgements.jsonl")}
     return options
-
-
-def as_asked(loaded: Loaded, task: Task) -> Loaded:
-    """The model as the task asks it: a CLIP becomes a classifier of the task's classes."""
-    if isinstance(task, ImageTask):
-        from nalora.tasks.clip import classifier
-
-        return classifier(loaded, task)
-    return loaded
 
 
 def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
-from torch.utils.data import Dataset
 
 from nalora import processes, tasks
-from nalora.methods.method import Adapter
+from nalora.diagnostics.online import OnlineDiagnosis
 from nalora.models import loading
-from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.progress import bars
-from nalora.tasks import Task
-from nalora.tasks.images import ImageTask
-from nalora.tasks.validation import hold_out
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
-from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.folder import RunFolder
-from nalora.training.settings import Run, RunSettings
+from nalora.training.material import Material, described, kind_of, prepare, rows_summary
+from nalora.training.settings import Run
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.start import make_start
 from nalora.training.trainer import make_trainer
@@ -111,98 +104,7 @@ def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, m
         trained = whole if run.method.trains_the_model else trainer.model
         trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
     if settings.diagnose_every:
-        # Not above: what compares checkpoints is built on top of runs, and few runs ask for it.
-        from nalora.diagnostics.online import OnlineDiagnosis
-
         trainer.add_callback(OnlineDiagnosis(folder, run, material, controller))
-
-
-def kind_of(task: Task, settings: RunSettings) -> str:
-    """Which kind of model the task gets: for a task that several kinds can do, the one this model is."""
-    if len(task.models) == 1 or settings.model in loading.NAMED:
-        return "causal" if settings.model in loading.NAMED and "causal" in task.models else task.models[0]
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError):  # loading says what is wrong, with the fix
-        return task.models[0]
-    wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
-    return wanted if wanted in task.models else task.models[0]
-
-
-class RowDataset(Dataset[Any]):
-    """Rows of tokens, or pictures, that a Trainer can draw from."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
-@dataclass(frozen=True)
-class Material:
-    """What a run trains, and on what; `rows` says what was left out, for text."""
-
-    model: nn.Module
-    dataset: Any
-    collator: Any
-    adapter: Adapter
-    rows: TrainingRows | None = None
-
-
-def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
-    """The task's training set for this model."""
-    adapter = settings.adapter()
-    if isinstance(task, ImageTask):
-        from nalora.tasks import clip
-
-        if adapter.target_modules == "all-linear":
-            adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
-        pictures: Sequence[Any] = task.train_images()
-        if settings.train_limit:
-            pictures = pictures[: settings.train_limit]
-        collator = clip.PictureCollator(loaded.processor.image_processor)
-        return Material(clip.classifier(loaded, task).model, RowDataset(pictures), collator, adapter)
-    encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
-    rows = encode(
-        hold_out(task.train_examples(), settings.validation_size)[0],
-        encoder,
-        settings.max_length,
-        too_long=settings.too_long,
-        packing=settings.packing,
-        limit=settings.train_limit,
-    )
-    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
-    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
-
-
-def rows_summary(material: Material) -> dict[str, int]:
-    """What the result says of the data."""
-    rows = material.rows
-    if rows is None:
-        return {"examples": len(material.dataset)}
-    return {
-        "examples": rows.examples,
-        "rows": len(rows.rows),
-        "dropped_too_long": rows.dropped,
-        "cut_too_long": rows.cut,
-        "target_tokens": rows.target_tokens,
-    }
-
-
-def described(rows: TrainingRows | None) -> list[str]:
-    """What a user should know of the data before training starts."""
-    if rows is None:
-        return []
-    lines = [f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to learn"]
-    if rows.dropped or rows.cut:
-        lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
-    return lines
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -1,0 +1,116 @@
+"""What a run trains and on what: the model as its task asks it, and the task's training set for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from nalora.methods.method import Adapter
+from nalora.models import loading
+from nalora.models.loading import Loaded
+from nalora.tasks import Task
+from nalora.tasks.images import ImageTask
+from nalora.tasks.validation import hold_out
+from nalora.training.data import Collator, Encoder, TrainingRows, encode
+from nalora.training.settings import RunSettings
+
+
+def kind_of(task: Task, settings: RunSettings) -> str:
+    """Which kind of model the task gets: for a task that several kinds can do, the one this model is."""
+    if len(task.models) == 1 or settings.model in loading.NAMED:
+        return "causal" if settings.model in loading.NAMED and "causal" in task.models else task.models[0]
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError):  # loading says what is wrong, with the fix
+        return task.models[0]
+    wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
+    return wanted if wanted in task.models else task.models[0]
+
+
+def as_asked(loaded: Loaded, task: Task) -> Loaded:
+    """The model as the task asks it: a CLIP becomes a classifier of the task's classes."""
+    if isinstance(task, ImageTask):
+        from nalora.tasks.clip import classifier
+
+        return classifier(loaded, task)
+    return loaded
+
+
+class RowDataset(Dataset[Any]):
+    """Rows of tokens, or pictures, that a Trainer can draw from."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run trains, and on what; `rows` says what was left out, for text."""
+
+    model: nn.Module
+    dataset: Any
+    collator: Any
+    adapter: Adapter
+    rows: TrainingRows | None = None
+
+
+def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
+    """The task's training set for this model."""
+    adapter = settings.adapter()
+    if isinstance(task, ImageTask):
+        from nalora.tasks import clip
+
+        if adapter.target_modules == "all-linear":
+            adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
+        pictures: Sequence[Any] = task.train_images()
+        if settings.train_limit:
+            pictures = pictures[: settings.train_limit]
+        collator = clip.PictureCollator(loaded.processor.image_processor)
+        return Material(as_asked(loaded, task).model, RowDataset(pictures), collator, adapter)
+    encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
+    rows = encode(
+        hold_out(task.train_examples(), settings.validation_size)[0],
+        encoder,
+        settings.max_length,
+        too_long=settings.too_long,
+        packing=settings.packing,
+        limit=settings.train_limit,
+    )
+    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
+
+
+def rows_summary(material: Material) -> dict[str, int]:
+    """What the result says of the data."""
+    rows = material.rows
+    if rows is None:
+        return {"examples": len(material.dataset)}
+    return {
+        "examples": rows.examples,
+        "rows": len(rows.rows),
+        "dropped_too_long": rows.dropped,
+        "cut_too_long": rows.cut,
+        "target_tokens": rows.target_tokens,
+    }
+
+
+def described(rows: TrainingRows | None) -> list[str]:
+    """What a user should know of the data before training starts."""
+    if rows is None:
+        return []
+    lines = [f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to learn"]
+    if rows.dropped or rows.cut:
+        lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
+    return lines
