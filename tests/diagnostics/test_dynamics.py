@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 
 import peft
 import pytest
@@ -13,6 +11,7 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from stopped_runs import train_and_stop
 
 import nalora
 from nalora import activations
@@ -275,21 +274,8 @@ def test_checkpoints_stand_in_for_snapshots(tmp_path, method, steps):
 
 def test_a_resumed_run_goes_on_with_its_diagnosis(tmp_path, monkeypatch):
     """What moved before it was stopped stays; what is not known is said."""
-    import nalora.training.run as module
-    from nalora.training.run import Interrupted
-
     run = check(settings(tmp_path, snapshot_every=0, diagnose_every=2, probe_size=6))
-
-    class Stop(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    make = module.make_trainer
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(Stop()) or t)
-        with pytest.raises(Interrupted):
-            train(run)
+    train_and_stop(run, monkeypatch, after=3)
     train(run, resume=True)
     found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
     assert [(row["from"], row["to"]) for row in found["intervals"]] == [(0, 2), (3, 4), (4, 6)]

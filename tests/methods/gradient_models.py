@@ -103,6 +103,15 @@ def loss_of(model: nn.Module, data: list[list[int]]) -> torch.Tensor:
     return model(**collated(data)).loss
 
 
+def train_on(model: nn.Module, data: list[list[int]], steps: int) -> None:
+    """A few steps of AdamW on all rows at once."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        optimizer.step()
+
+
 def product(layer) -> torch.Tensor:
     """s·B·A."""
     return layer.scaling["default"] * layer.lora_B["default"].weight.detach() @ layer.lora_A["default"].weight.detach()

@@ -19,6 +19,7 @@ from gradient_models import (
     product,
     rows,
     start_on,
+    train_on,
     wrapped,
 )
 from gradient_runs import check_that_it_resumes_without_gradients, settings_of
@@ -232,11 +233,7 @@ def test_the_adapter_loads_on_the_stock_base_and_merges(tmp_path):
     stock = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()  # noqa: E731
     method = GoRA(**FEW)
     model = method.prepare(stock(), Adapter(RANK, ALPHA), start_on(data))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, data).backward()
-        optimizer.step()
+    train_on(model, data, steps=3)
     trained = output(model)
     method.save(model, tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(stock(), tmp_path / "adapter").eval()

@@ -8,7 +8,18 @@ import peft
 import pytest
 import torch
 import transformers
-from gradient_models import autograd_gradients, collated, in_4_bits, layers_of, llama, loss_of, product, rows, start_on
+from gradient_models import (
+    autograd_gradients,
+    collated,
+    in_4_bits,
+    layers_of,
+    llama,
+    loss_of,
+    product,
+    rows,
+    start_on,
+    train_on,
+)
 from gradient_runs import check_that_it_resumes_without_gradients, settings_of
 from torch import nn
 
@@ -98,11 +109,7 @@ def test_the_adapter_loads_on_the_stock_base(tmp_path):
     method = LoRAGA(gradient_batches=3)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = method.prepare(model, Adapter(RANK, ALPHA), start_on(data)).eval()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss_of(model, data).backward()
-        optimizer.step()
+    train_on(model, data, steps=5)
     trained = output(model)
     method.save(model, tmp_path / "adapter")
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 
 import peft
@@ -12,10 +11,11 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file
+from stopped_runs import train_and_stop
 
 import nalora
 from nalora.training.folder import RunFolder
-from nalora.training.run import Interrupted, train
+from nalora.training.run import train
 from nalora.training.settings import check
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3}
@@ -73,19 +73,7 @@ def test_ctrl_c_then_resume_is_the_uninterrupted_run(settings, method, tmp_path,
     whole = {**settings, **method, "output": str(tmp_path / "whole")}
     train(check(whole))
     halves = check({**settings, **method})
-
-    class AfterTheThird(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    import nalora.training.run as module
-
-    make = module.make_trainer
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(AfterTheThird()) or t)
-        with pytest.raises(Interrupted, match="after step 3"):
-            train(halves)
+    train_and_stop(halves, monkeypatch, after=3)
     assert signal.getsignal(signal.SIGINT) is listening_before
     train(halves, resume=True)
     for name, tensor in adapter(whole["output"]).items():

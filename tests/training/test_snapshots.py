@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import peft
 import pytest
@@ -12,10 +10,11 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file
+from stopped_runs import train_and_stop
 
 from nalora import checkpoint, metrics
 from nalora.training.folder import RunFolder
-from nalora.training.run import Interrupted, train
+from nalora.training.run import train
 from nalora.training.settings import check
 from nalora.training.snapshots import _rounded
 
@@ -100,19 +99,7 @@ def test_a_resumed_run_ends_with_the_same_record(settings, tmp_path, monkeypatch
     whole = {**settings, "method": "na-lora", "output": str(tmp_path / "whole")}
     train(check(whole))
     halves = check({**settings, "method": "na-lora"})
-
-    class Interrupt(transformers.TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == interrupted_after - 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    import nalora.training.run as module
-
-    make = module.make_trainer
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(Interrupt()) or t)
-        with pytest.raises(Interrupted):
-            train(halves)
+    train_and_stop(halves, monkeypatch, after=interrupted_after)
     folder = RunFolder(settings["output"])
     # As a kill leaves it after the checkpoint: a later snapshot, one half written, and a row cut short.
     folder.snapshot(4).mkdir()
