@@ -44,7 +44,9 @@ class Schedule:
                 run = self.study.run(dict(cell.settings), cell.arm, rate, seed)
                 settings = {name: value for name, value in run.to_dict().items() if name != "output"}
                 label = f"{cell.name}, lr {rate:g}, seed {seed}"
-                self._jobs[place] = Job(key(run), settings, (), self.store, label, self.study.ask_limit, self.study.ask_tokens)
+                self._jobs[place] = Job(
+                    key(run), settings, (), self.store, label, self.study.ask_limit, self.study.ask_tokens
+                )
         return self._jobs[place]
 
     def screening(self, cell: Cell) -> list[Job]:
