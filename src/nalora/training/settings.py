@@ -45,6 +45,7 @@ class RunSettings:
         max_length: tokens of prompt and target together.
         too_long: what happens to longer examples: left out, or cut at the end.
         packing: several examples in one row, each attending to itself alone.
+        batches: examples drawn by chance, or those of like length together, which leaves few pads.
         prompt_style: prompts as the task writes them, or inside the tokenizer's chat template.
         train_limit: the first so many examples that fit.
         validation_size: examples of the training set that are not learnt from, to choose settings by.
@@ -55,6 +56,7 @@ class RunSettings:
         revision: of the model on the hub.
         trust_remote_code: whether code from the hub may run.
         gradient_checkpointing: recompute activations in the backward pass.
+        liger: Liger's kernels for norms, rotary embedding, activation and loss while training on a GPU.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0: only at the end or when interrupted.
         snapshot_every: steps between snapshots of what was trained, for `nalora diagnose` (all are kept; the first and
@@ -87,6 +89,7 @@ class RunSettings:
     max_length: int = 1024
     too_long: Literal["drop", "cut"] = "drop"
     packing: bool = False
+    batches: Literal["random", "like-length"] = "random"
     prompt_style: Literal["plain", "chat"] = "plain"
     train_limit: int | None = None
     validation_size: int = 0
@@ -97,6 +100,7 @@ class RunSettings:
     revision: str | None = None
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
+    liger: bool = False
     log_every: int = 10
     save_every: int = 0
     snapshot_every: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.training.order import LikeLengths
 from nalora.training.settings import RunSettings
 
 
@@ -49,6 +51,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     from transformers.trainer_callback import PrinterCallback
 
     split = split_batch(settings)
+    _refuse_liger_that_cannot_run(settings)
     device = settings.device or loading.best_device()
     dtype = settings.dtype or loading.default_dtype(device)
     arguments = TrainingArguments(
@@ -77,6 +80,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         save_total_limit=2,
         gradient_checkpointing=settings.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        use_liger_kernel=settings.liger,
         report_to=settings.report_to,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -90,4 +94,22 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    if settings.batches == "like-length":
+        lengths = [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+        order = LikeLengths(lengths, settings.batch_size, settings.seed)
+        trainer._get_train_sampler = lambda *_: order
     return trainer
+
+
+def _refuse_liger_that_cannot_run(settings: RunSettings) -> None:
+    if not settings.liger:
+        return
+    device = settings.device or loading.best_device()
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    if not installed or not device.startswith("cuda"):
+        raise NALoRAError(
+            "liger: true",
+            found=f"a run on {device}" if installed else "no liger-kernel",
+            expected="Liger's kernels on a GPU",
+            fix="leave liger out" if installed else "pip install liger-kernel, or leave liger out",
+        )
