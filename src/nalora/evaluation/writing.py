@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from nalora.evaluation.batches import of_like_length
+from nalora.evaluation.static_writing import can_write, write_greedily
 from nalora.tasks import Example
 from nalora.training.data import Encoder
+
+
+# Tokens in which a stopping text is looked for: more than are written between two looks and the longest text together.
+_LATELY = 48
 
 
 class Answer(NamedTuple):
@@ -45,6 +50,8 @@ class Writer:
         self.model: Any = model
         self.encoder, self.max_new_tokens, self.stop, self.batch_tokens = encoder, max_new_tokens, stop, batch_tokens
         self.device = next(model.parameters()).device
+        # On a CPU a cache of fixed size only costs: every step reads all of it.
+        self.static = self.device.type == "cuda" and encoder.kind == "causal" and can_write(model)
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Examples of like length together; the same batches for the same examples."""
@@ -76,6 +83,17 @@ class Writer:
         pads = [longest - len(prompt) for prompt in prompts]
         ids = [[tokenizer.pad_token_id] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
         mask = [[0] * pad + [1] * len(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+        if self.static:
+            rows = write_greedily(
+                self.model,
+                torch.tensor(ids, device=self.device),
+                torch.tensor(mask, device=self.device),
+                max_new_tokens=self.max_new_tokens,
+                ends=self._ends(),
+                pad=tokenizer.pad_token_id,
+                stops=self._stops,
+            )
+            return [self._read(row) for row in rows]
         options: dict[str, Any] = {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
         written = self.model.generate(
             input_ids=torch.tensor(ids, device=self.device),
@@ -93,6 +111,13 @@ class Writer:
         if self.encoder.kind == "causal":
             written = written[:, longest:]
         return [self._read(row) for row in written.tolist()]
+
+    def _stops(self, row: list[int]) -> bool:
+        """Whether what was written lately holds a text at which writing ends."""
+        if not self.stop:
+            return False
+        text = self.encoder.tokenizer.decode(row[-_LATELY:], skip_special_tokens=True)
+        return any(stop in text for stop in self.stop)
 
     def _ends(self) -> list[int]:
         """The tokens that end an answer: the tokenizer's, and those the model was released with."""

@@ -1,0 +1,181 @@
+"""Greedy writing with a cache of fixed size, so that on a GPU each token of a whole batch is one replayed CUDA graph.
+
+`generate` asks Python for every kernel of every token: on a GPU a small model waits for Python nearly all the time.
+Here the step that writes one token is captured once and replayed, and rows that have ended leave the batch whenever
+half of it has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Tokens written between two looks at which rows have ended; each look waits for the GPU.
+_BETWEEN_LOOKS = 16
+# Eager steps before a capture, so that every kernel is loaded and every workspace is there.
+_EAGER_STEPS = 2
+
+Stops = Callable[[list[int]], bool]
+
+
+def can_write(model: nn.Module) -> bool:
+    """Whether the model is one that this module writes with: a decoder whose every layer caches all positions."""
+    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    config = getattr(inner, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    takes = inspect.signature(inner.forward).parameters
+    static = bool(getattr(inner, "_can_compile_fullgraph", False))
+    sliding = getattr(config, "sliding_window", None) is not None
+    return static and kinds == {"full_attention"} and not sliding and {"past_key_values", "logits_to_keep"} <= {*takes}
+
+
+class _Rows:
+    """A batch on its way: what was written, where each row stands, and its cache."""
+
+    def __init__(self, cache: Any, mask: Tensor, token: Tensor, position: Tensor, finished: Tensor) -> None:
+        self.cache, self.mask, self.token, self.position, self.finished = cache, mask, token, position, finished
+
+    def kept(self, rows: Tensor, config: Any) -> _Rows:
+        """Some of the rows, in tensors of their own."""
+        from transformers import StaticCache
+
+        layers = self.cache.layers
+        cache = StaticCache(config=config, max_cache_len=layers[0].max_cache_len)
+        for new, old in zip(cache.layers, layers, strict=True):
+            keys, values = old.keys[rows], old.values[rows]
+            new.lazy_initialization(keys, values)
+            new.keys.copy_(keys)
+            new.values.copy_(values)
+            new.cumulative_length.copy_(old.cumulative_length)
+        return _Rows(cache, *(each[rows].clone() for each in (self.mask, self.token, self.position, self.finished)))
+
+
+@torch.inference_mode()
+def write_greedily(
+    model: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    pad: int,
+    stops: Stops = lambda row: False,
+) -> list[list[int]]:
+    """What the model writes after each prompt, up to and including the token that ended it.
+
+    Args:
+        model: in evaluation mode, one that `can_write`.
+        ids: prompts, padded on the left.
+        mask: which tokens are real.
+        max_new_tokens: at most so many.
+        ends: tokens that end a row.
+        pad: what follows an end.
+        stops: whether a row may stop for what it wrote so far; asked now and then.
+    """
+    written = torch.full((len(ids), max_new_tokens), pad, device=ids.device)
+    end_tokens = torch.tensor(list(ends), device=ids.device)
+    rows = _prefilled(model, ids, mask, max_new_tokens, end_tokens)
+    written[:, 0] = rows.token[:, 0]
+    alive = torch.arange(len(ids), device=ids.device)
+    count = 1
+    step = _Step(model, rows, end_tokens, pad, max_new_tokens)
+    while count < max_new_tokens:
+        wanted = min(_BETWEEN_LOOKS, max_new_tokens - count)
+        written[alive, count : count + wanted] = step.write(wanted)
+        count += wanted
+        going = _going_on(written[alive, :count].tolist(), rows.finished.tolist(), stops)
+        if not any(going):
+            break
+        rows.finished.copy_(~torch.tensor(going, device=ids.device))
+        if sum(going) <= len(going) // 2:
+            chosen = torch.tensor([i for i, each in enumerate(going) if each], device=ids.device)
+            alive, rows = alive[chosen], rows.kept(chosen, _config(model))
+            step = _Step(model, rows, end_tokens, pad, max_new_tokens)
+    ends_of = set(ends)
+    return [_until_end(row, ends_of) for row in written[:, :count].tolist()]
+
+
+class _Step:
+    """Writes tokens for one batch: eagerly on a CPU, by replaying a graph on a GPU."""
+
+    def __init__(self, model: nn.Module, rows: _Rows, ends: Tensor, pad: int, room: int) -> None:
+        self.model, self.rows, self.ends, self.pad = model, rows, ends, pad
+        self.out = torch.full((len(rows.token), room), pad, device=rows.token.device)
+        self.at = torch.zeros(1, dtype=torch.long, device=rows.token.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
+
+    def write(self, count: int) -> Tensor:
+        """The next tokens of every row; pads for those that have ended."""
+        self.at.zero_()
+        for _ in range(count):
+            if self.out.is_cuda and self.graph is None and self.eager >= _EAGER_STEPS:
+                self.graph = self._captured()
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self.eager += 1
+                self._write_one()
+        return self.out[:, :count]
+
+    def _write_one(self) -> None:
+        rows = self.rows
+        outputs = self.model(
+            input_ids=rows.token,
+            attention_mask=rows.mask,
+            position_ids=rows.position,
+            past_key_values=rows.cache,
+            use_cache=True,
+        )
+        best = outputs.logits[:, -1].argmax(-1).masked_fill(rows.finished, self.pad)
+        rows.finished.logical_or_((best[:, None] == self.ends).any(-1))
+        self.out.index_copy_(1, self.at, best[:, None])
+        self.at.add_(1)
+        rows.token.copy_(best[:, None])
+        rows.position.add_(1)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._write_one()
+        return graph
+
+
+def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Tensor) -> _Rows:
+    """The batch after its prompts were read and its first token chosen."""
+    from transformers import StaticCache
+
+    longest = ids.shape[1] + room
+    cache = StaticCache(config=_config(model), max_cache_len=longest)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    # Positions that are not written yet are hidden by causality, so the mask need not grow.
+    whole = torch.cat([mask, mask.new_ones(len(mask), room)], dim=1)
+    outputs = model(
+        input_ids=ids,
+        attention_mask=whole[:, : ids.shape[1]],
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    token = outputs.logits[:, -1].argmax(-1, keepdim=True)
+    finished = (token == ends).any(-1)
+    return _Rows(cache, whole, token, position[:, -1:] + 1, finished)
+
+
+def _config(model: nn.Module) -> Any:
+    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    return inner.config
+
+
+def _going_on(written: list[list[int]], finished: list[bool], stops: Stops) -> list[bool]:
+    return [not ended and not stops(row) for row, ended in zip(written, finished, strict=True)]
+
+
+def _until_end(row: list[int], ends: set[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+    return row[:end]

@@ -1,0 +1,77 @@
+"""Writing with a cache of fixed size writes what `generate` writes."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from nalora.evaluation.static_writing import can_write, write_greedily
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
+PAD, LONGEST = 0, 9
+
+
+def prompts(device):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 60, (13, LONGEST), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(13):
+        mask[row, : row % 6] = 0
+    return (ids * mask + PAD * (1 - mask)).to(device), mask.to(device)
+
+
+def generated(model, ids, mask, tokens, ends):
+    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False,
+                         pad_token_id=PAD, eos_token_id=ends)  # fmt: skip
+    rows = []
+    for row in out[:, ids.shape[1] :].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        rows.append(row[:end])
+    return rows
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_the_same_tokens_as_generate(device, tokens):
+    model = tiny.llama(torch.float64).to(device).eval()
+    ids, mask = prompts(device)
+    plain = generated(model, ids, mask, tokens, [61])
+    # Ends that some rows meet early and others late or never: rows leave the batch on the way.
+    ends = [61, plain[0][0], plain[3][tokens // 2], plain[7][-1]]
+    expected = generated(model, ids, mask, tokens, ends)
+    found = write_greedily(model, ids, mask, max_new_tokens=tokens, ends=ends, pad=PAD)
+    assert found == expected
+    if tokens == 40:
+        assert {len(row) for row in found} > {40}, "some rows end early, some never"
+
+
+def test_a_row_that_may_stop_leaves_and_the_others_go_on():
+    model = tiny.llama(torch.float64).eval()
+    ids, mask = prompts("cpu")
+    whole = write_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD)
+    asked = set()
+
+    def stops(row):
+        asked.add(len(row))
+        return row[0] == whole[2][0]
+
+    found = write_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD, stops=stops)
+    for row, expected in zip(found, whole, strict=True):
+        if expected[0] == whole[2][0]:
+            assert row[: min(asked)] == expected[: min(asked)]
+            assert set(row[min(asked) :]) <= {PAD}
+        else:
+            assert row == expected
+
+
+def test_who_can():
+    assert can_write(tiny.llama())
+    assert can_write(tiny.llama().unload())
+    config = dict(vocab_size=64, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
+    assert not can_write(transformers.T5ForConditionalGeneration(transformers.T5Config(**config)))
+    sliding = transformers.MistralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                         num_attention_heads=2, num_key_value_heads=2, sliding_window=4)  # fmt: skip
+    assert not can_write(transformers.MistralForCausalLM(sliding))
