@@ -125,6 +125,12 @@ class NALoRAController:
                         hook = functools.partial(_gradient_arrived, weakref.ref(observer))
                         self._undo.append(b.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
+    def note_replay(self) -> None:
+        """Take a pass as seen that a CUDA graph has replayed: its sums are there, but no Python hook ran."""
+        for observer in self._observers:
+            if not observer.calls:
+                observer.calls, observer.gradient_arrived = 1, True
+
     # ---- decide and apply ----------------------------------------------------------------------------------------
 
     def apply(self) -> None:

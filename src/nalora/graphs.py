@@ -6,7 +6,7 @@ them. Captured once, the step is replayed by a single call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     loss: Tensor
+    gradients: list[tuple[Tensor, Tensor]]  # (parameter, where a replay leaves its gradient)
 
 
 class GraphedStep:
@@ -44,15 +45,19 @@ class GraphedStep:
     ``capturable=True``, and a learning rate that changes must be a tensor (``lr=torch.tensor(1e-4)``). Pad batches to
     few shapes: each one is captured for itself. Not for fp16 with a GradScaler, which decides on the host.
 
+    A step may also end with backward, and leave the optimizer to the caller, who zeroes gradients to None before the
+    next one: `gradients_of` then names the parameters whose gradients a replay leaves behind.
+
     Args:
         step: computes one training step of a batch and gives its loss.
         warmup: how many steps of a new shape run eagerly, so that optimizer state and compiled kernels are there.
+        gradients_of: the parameters, where the step leaves gradients behind.
 
     Raises:
         NALoRAError: there is no CUDA device, or the step cannot be captured.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], warmup: int = 3) -> None:
+    def __init__(self, step: Callable[[Batch], Tensor], warmup: int = 3, gradients_of: Iterable[Tensor] = ()) -> None:
         if not torch.cuda.is_available():
             raise NALoRAError(
                 "GraphedStep",
@@ -60,7 +65,7 @@ class GraphedStep:
                 expected="a CUDA device, since CUDA graphs are what it replays",
                 fix="call the step function itself",
             )
-        self.step, self.warmup = step, warmup
+        self.step, self.warmup, self._parameters = step, warmup, list(gradients_of)
         # All of it on one stream: autograd returns to the stream on which it first saw a parameter.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
@@ -82,6 +87,8 @@ class GraphedStep:
                 for name, each in batch.items():
                     captured.inputs[name].copy_(each, non_blocking=True)
                 captured.graph.replay()
+                for parameter, gradient in captured.gradients:
+                    parameter.grad = gradient
                 loss = captured.loss.clone()
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
@@ -100,4 +107,5 @@ class GraphedStep:
                 expected="a step that asks the GPU for nothing and an optimizer with capturable=True",
                 fix="remove .item(), print and logging from the step, or call the step function itself",
             ) from error
-        return _Captured(graph, inputs, loss)
+        gradients = [(each, each.grad) for each in self._parameters if each.grad is not None]
+        return _Captured(graph, inputs, loss, gradients)

@@ -13,7 +13,6 @@ from nalora.evaluation.static_writing import can_write, write_greedily
 from nalora.tasks import Example
 from nalora.training.data import Encoder
 
-
 # Tokens in which a stopping text is looked for: more than are written between two looks and the longest text together.
 _LATELY = 48
 

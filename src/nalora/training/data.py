@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,21 +143,22 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads rows to the longest of a batch; the mask says which tokens are real.
+    """Pads rows to the longest of a batch, or the next `multiple`; the mask says which tokens are real.
 
     Packed rows become one long row without pads or mask: their positions say where each example begins.
     """
 
     pad_token_id: int
     kind: str = "causal"
+    multiple: int = 1
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """A batch of tensors."""
         if "position_ids" in rows[0]:
             return self._packed(rows)
         padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
-        batch = {name: _padded([row[name] for row in rows], value) for name, value in padding.items()}
-        batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], 0)
+        batch = {name: _padded([row[name] for row in rows], value, self.multiple) for name, value in padding.items()}
+        batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], 0, self.multiple)
         return batch
 
     def _packed(self, rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -164,6 +166,6 @@ class Collator:
         return {name: torch.tensor([[value for row in rows for value in row[name]]]) for name in names}
 
 
-def _padded(rows: list[list[int]], value: int) -> Tensor:
-    length = max(map(len, rows))
+def _padded(rows: list[list[int]], value: int, multiple: int) -> Tensor:
+    length = math.ceil(max(map(len, rows)) / multiple) * multiple
     return torch.tensor([row + [value] * (length - len(row)) for row in rows])

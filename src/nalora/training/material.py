@@ -16,6 +16,7 @@ from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
+from nalora.training.graphed import MULTIPLE
 from nalora.training.settings import RunSettings
 
 
@@ -88,7 +89,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
         packing=settings.packing,
         limit=settings.train_limit,
     )
-    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, MULTIPLE if settings.cuda_graphs else 1)
     return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
 
 

@@ -56,6 +56,7 @@ class RunSettings:
         revision: of the model on the hub.
         trust_remote_code: whether code from the hub may run.
         gradient_checkpointing: recompute activations in the backward pass.
+        cuda_graphs: replay the passes of batches of one length: for small models on a GPU, whose steps wait for Python.
         liger: Liger's kernels for norms, rotary embedding, activation and loss while training on a GPU.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0: only at the end or when interrupted.
@@ -100,6 +101,7 @@ class RunSettings:
     revision: str | None = None
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
+    cuda_graphs: bool = False
     liger: bool = False
     log_every: int = 10
     save_every: int = 0

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.training.graphed import graph_passes, refuse_unless_graphs_fit
 from nalora.training.order import LikeLengths
 from nalora.training.settings import RunSettings
+
+_LIGER_WITHOUT_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
 
 class Split(NamedTuple):
@@ -54,6 +57,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     _refuse_liger_that_cannot_run(settings)
     device = settings.device or loading.best_device()
     dtype = settings.dtype or loading.default_dtype(device)
+    if settings.cuda_graphs:
+        refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
     arguments = TrainingArguments(
         output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
         per_device_train_batch_size=split.micro,
@@ -81,6 +86,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         gradient_checkpointing=settings.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
         use_liger_kernel=settings.liger,
+        # Its losses ask the GPU how many labels count, which no graph can.
+        liger_kernel_config=_LIGER_WITHOUT_LOSS if settings.cuda_graphs else None,
         report_to=settings.report_to,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -98,6 +105,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         lengths = [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
         order = LikeLengths(lengths, settings.batch_size, settings.seed)
         trainer._get_train_sampler = lambda *_: order
+    if settings.cuda_graphs:
+        graph_passes(trainer)
     return trainer
 
 

@@ -1,0 +1,106 @@
+"""Replayed passes: the run that they make is the eager run, for every method."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+
+import nalora
+from nalora.training.data import Collator
+from nalora.training.folder import RunFolder
+from nalora.training.run import train
+from nalora.training.settings import check
+
+METHODS = [
+    {"method": "lora"},
+    {"method": "full", "learning_rate": 1e-4},
+    {"method": "rslora"},
+    {"method": "dora"},
+    {"method": "pissa"},
+    {"method": "lora+"},
+    {"method": "adalora"},
+    {"method": "lora-ga", "gradient_batches": 2},
+    {"method": "lora-pro"},
+    {"method": "gora", "gradient_batches": 2},
+    {"method": "na-lora"},
+    {"method": "na-lora", "apply_to": "update"},
+    {"method": "na-lora-utility", "apply_to": "update"},
+    {"method": "na-lora-random", "apply_to": "update"},
+]
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
+    return {
+        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 80, "test_size": 4,
+        "settings": {"min_terms": 2, "max_terms": 9, "min_digits": 1, "max_digits": 6}, "rank": 4, "steps": 18,
+        "batch_size": 4, "learning_rate": 1e-3, "log_every": 1, "batches": "like-length",
+    }  # fmt: skip
+
+
+def rows(folder):
+    return [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", METHODS, ids=lambda each: "-".join(map(str, each.values())))
+def test_the_same_run(settings, tmp_path, options):
+    found = {}
+    for graphs in (False, True):
+        output = str(tmp_path / str(graphs))
+        train(check({**settings, **options, "dtype": "float32", "cuda_graphs": graphs, "output": output}))
+        found[graphs] = rows(output)
+    for eager, replayed in zip(found[False], found[True], strict=True):
+        assert replayed["loss"] == pytest.approx(eager["loss"], rel=1e-3)
+        assert replayed["grad_norm"] == pytest.approx(eager["grad_norm"], rel=2e-2)
+        for name in ("nalora/mask_mean", "nalora/scale_gate", "nalora/p_sup"):
+            assert replayed.get(name) == pytest.approx(eager.get(name), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_liger_s_layers_can_be_captured(settings, tmp_path):
+    pytest.importorskip("liger_kernel")
+    train(check({**settings, "method": "na-lora", "liger": True, "cuda_graphs": True, "output": str(tmp_path / "run")}))
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_batches_come_in_few_lengths():
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in (3, 66)]
+    batch = Collator(0, multiple=64)(rows)
+    assert {tuple(each.shape) for each in batch.values()} == {(2, 128)}
+    assert batch["attention_mask"].sum(1).tolist() == [3, 66]
+    assert (batch["labels"] != -100).sum(1).tolist() == [3, 66]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"device": "cpu"}, "a run on cpu")],
+)
+def test_what_cannot_be_replayed_is_refused(settings, tmp_path, changes, message):
+    with pytest.raises(nalora.NALoRAError, match=message):
+        train(check({**settings, "cuda_graphs": True, **changes, "output": str(tmp_path / "run")}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "accumulated", "processes", "dtype", "message"),
+    [
+        ({}, 2, 1, "bfloat16", "2 passes in a step"),
+        ({}, 1, 2, "bfloat16", "2 processes"),
+        ({}, 1, 1, "float16", "float16"),
+        ({"packing": True}, 1, 1, "bfloat16", "packing"),
+        ({"gradient_checkpointing": True}, 1, 1, "bfloat16", "gradient checkpointing"),
+    ],
+)
+def test_obstacles_are_named(changes, accumulated, processes, dtype, message):
+    from nalora.training.graphed import refuse_unless_graphs_fit
+
+    run = check({"model": "smollm2-135m", "task": "gym/chain_sum", "cuda_graphs": True, **changes})
+    with pytest.raises(nalora.NALoRAError, match=message):
+        refuse_unless_graphs_fit(run.settings, "cuda", dtype, accumulated, processes)
