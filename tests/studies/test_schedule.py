@@ -8,6 +8,7 @@ import pytest
 import nalora
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
+from nalora.training.settings import check
 
 
 def known(job, parts=(VALIDATION,)):
@@ -62,6 +63,28 @@ def test_a_setting_that_changes_nothing_is_the_same_run_and_any_other_a_new_one(
     assert key(run) == key(same.run({}, same.arms[0], 1e-3, 0))
     assert key(run) != key(other.run({}, other.arms[0], 1e-3, 0))
     assert key(run) != key(study.run({}, study.arms[0], 1e-3, 1))
+
+
+def test_a_setting_given_at_its_default_is_the_same_run():
+    """So that settings which a later version adds leave the names of runs alone."""
+    for method in ({"method": "lora"}, {"method": "na-lora", "on": "lora+"}, {"method": "na-lora-off"}):
+        given = {"model": "smollm2-135m", "task": "gym/chain_sum", **method}
+        everything = {name: value for name, value in check(given).to_dict().items() if name != "output"}
+        assert key(check(everything)) == key(check(given))
+    runs = [{"method": "na-lora", "ratio": 8.0, "on": "lora+"}, {"method": "na-lora", "on": "lora+"},
+            {"method": "lora+"}, {"method": "na-lora"}, {"method": "na-lora-off"}, {"method": "na-lora", "mask": False},
+            {"method": "na-lora-off", "mask": True}, {"method": "lora"}, {"method": "lora", "rank": 4}]  # fmt: skip
+    names = {key(check({"model": "smollm2-135m", "task": "gym/chain_sum", **each})) for each in runs}
+    assert len(names) == len(runs)
+
+
+def test_what_rates_are_chosen_by_comes_before_the_runs_that_are_compared():
+    schedule = Schedule(dummies.study(), "store")
+    jobs = schedule.open_jobs({}, {})
+    lora = {job.key: known(job) for job in jobs if job.settings["method"] == "lora"}
+    asked = [TEST in job.parts for job in schedule.open_jobs(lora, {})]
+    assert asked == sorted(asked)
+    assert {True, False} == set(asked)
 
 
 def test_every_combination_is_a_cell():

@@ -86,19 +86,18 @@ class Schedule:
         return [self.job(cell, rate, seed, *parts) for seed in cell.arm.seeds]
 
     def open_jobs(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Job]:
-        """Everything that can be done now and is not done, each run once."""
-        jobs: dict[str, Job] = {}
+        """Everything that can be done now and is not done, each run once; what rates are chosen by comes first."""
+        wanted = [job for cell in self.cells for job in self.screening(cell)]
         for cell in self.cells:
-            wanted = self.screening(cell)
-            rate = self.chosen_rate(cell, results, failed)
-            if rate is not None:
-                wanted = [*wanted, *self.final(cell, rate)]
-            for job in wanted:
-                known = results.get(job.key)
-                if job.key not in failed and not (known and all(known.has(part) for part in job.parts)):
-                    twin = jobs.get(job.key, job)
-                    parts = tuple(dict.fromkeys((*twin.parts, *job.parts)))
-                    jobs[job.key] = twin if parts == twin.parts else replace(twin, parts=parts)
+            if (rate := self.chosen_rate(cell, results, failed)) is not None:
+                wanted += self.final(cell, rate)
+        jobs: dict[str, Job] = {}
+        for job in wanted:
+            known = results.get(job.key)
+            if job.key not in failed and not (known and all(known.has(part) for part in job.parts)):
+                twin = jobs.get(job.key, job)
+                parts = tuple(dict.fromkeys((*twin.parts, *job.parts)))
+                jobs[job.key] = twin if parts == twin.parts else replace(twin, parts=parts)
         return list(jobs.values())
 
     def total(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -17,9 +18,25 @@ VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
 
 
 def key(run: Run) -> str:
-    """The run's name: a digest of everything that it comes out of."""
-    content = {name: value for name, value in run.to_dict().items() if name not in _INDIFFERENT}
+    """The run's name: a digest of everything that it comes out of.
+
+    Settings at their defaults are left out, so that a setting that did not exist yet when a run was made does not
+    make it another run.
+    """
+    defaults = {**_defaults(run.settings), **_defaults(run.method)}
+    content = {
+        name: value
+        for name, value in run.to_dict().items()
+        if name not in _INDIFFERENT and not (name in defaults and defaults[name] == value)
+    }
+    content["method"] = run.method.name
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _defaults(settings: Any) -> dict[str, Any]:
+    """Of a run or a method; of a method on another one those of both."""
+    found = {each.name: each.default for each in dataclasses.fields(settings)}
+    return {**found, **(_defaults(settings.host) if "host" in found else {})}
 
 
 class Result(NamedTuple):
