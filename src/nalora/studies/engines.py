@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
 from nalora.errors import NALoRAError
-from nalora.studies.job import Job, log_of, work
+from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
 Do = Callable[[Job], None]
 
@@ -147,7 +147,7 @@ def attempt(job: Job, do: Do = work) -> str | None:
             traceback.print_exc()
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
-            _let_go()
+            let_go_of_memory()
     return None
 
 
@@ -169,14 +169,3 @@ def _into(path: Any) -> Iterator[None]:
         for number, before in zip((1, 2), kept, strict=True):
             os.dup2(before, number)
             os.close(before)
-
-
-def _let_go() -> None:
-    """Memory of one run is not the next one's burden."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

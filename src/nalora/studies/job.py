@@ -59,6 +59,7 @@ def work(job: Job, device: str | None = None) -> None:
         known = None
     if known is None:
         train(run, resume=folder.settings.is_file())
+        let_go_of_memory()
     requests = {
         VALIDATION: Request(with_base=False, split="validation", writing=False),
         TEST: Request(with_base=False, writing=False),
@@ -72,3 +73,14 @@ def work(job: Job, device: str | None = None) -> None:
 def log_of(job: Job) -> Path:
     """Where everything that the job prints goes."""
     return Path(job.store) / f"{job.key}.log"
+
+
+def let_go_of_memory() -> None:
+    """What one run or part of it held is not the next one's burden; a trainer is a cycle that only a search ends."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
