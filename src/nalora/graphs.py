@@ -51,13 +51,20 @@ class GraphedStep:
     Args:
         step: computes one training step of a batch and gives its loss.
         warmup: how many steps of a new shape run eagerly, so that optimizer state and compiled kernels are there.
+        warm_later: how many of each shape after the first; an eager step needs its own memory beside the graphs'.
         gradients_of: the parameters, where the step leaves gradients behind.
 
     Raises:
         NALoRAError: there is no CUDA device, or the step cannot be captured.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], warmup: int = 3, gradients_of: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        step: Callable[[Batch], Tensor],
+        warmup: int = 3,
+        warm_later: int | None = None,
+        gradients_of: Iterable[Tensor] = (),
+    ) -> None:
         if not torch.cuda.is_available():
             raise NALoRAError(
                 "GraphedStep",
@@ -65,7 +72,8 @@ class GraphedStep:
                 expected="a CUDA device, since CUDA graphs are what it replays",
                 fix="call the step function itself",
             )
-        self.step, self.warmup, self._parameters = step, warmup, list(gradients_of)
+        self.step, self._parameters = step, list(gradients_of)
+        self.warmup, self.warm_later = warmup, warmup if warm_later is None else warm_later
         # All of it on one stream: autograd returns to the stream on which it first saw a parameter.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
@@ -77,7 +85,7 @@ class GraphedStep:
         kind = tuple((name, each.shape, each.dtype) for name, each in batch.items())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if self._eager_steps.setdefault(kind, 0) < self.warmup:
+            if self._eager_steps.setdefault(kind, 0) < (self.warm_later if self._captured else self.warmup):
                 self._eager_steps[kind] += 1
                 loss = self.step(batch)
             else:

@@ -108,19 +108,31 @@ class _Step:
         self.at = torch.zeros(1, dtype=torch.long, device=rows.token.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
+        # One stream for eager and captured steps: what libraries keep for a stream must not be born inside a graph,
+        # with whose memory it would go.
+        self.stream = torch.cuda.Stream() if self.out.is_cuda else None  # type: ignore[no-untyped-call]
 
     def write(self, count: int) -> Tensor:
         """The next tokens of every row; pads for those that have ended."""
+        if self.stream is None:
+            self._write(count)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._write(count)
+            torch.cuda.current_stream().wait_stream(self.stream)
+        return self.out[:, :count]
+
+    def _write(self, count: int) -> None:
         self.at.zero_()
         for _ in range(count):
-            if self.out.is_cuda and self.graph is None and self.eager >= _EAGER_STEPS:
+            if self.stream is not None and self.graph is None and self.eager >= _EAGER_STEPS:
                 self.graph = self._captured()
             if self.graph is not None:
                 self.graph.replay()
             else:
                 self.eager += 1
                 self._write_one()
-        return self.out[:, :count]
 
     def _write_one(self) -> None:
         rows = self.rows
@@ -140,7 +152,7 @@ class _Step:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             self._write_one()
         return graph
 

@@ -30,7 +30,7 @@ def graph_passes(trainer: Any) -> None:
         return loss
 
     learning = [each for each in trainer.model.parameters() if each.requires_grad]
-    step = GraphedStep(one_pass, warmup=_WARMUP, gradients_of=learning)
+    step = GraphedStep(one_pass, warmup=_WARMUP, warm_later=0, gradients_of=learning)
 
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         batch = trainer._prepare_inputs(inputs)
