@@ -159,7 +159,9 @@ def _losses(loaded: Loaded, task: Task, examples: Sequence[Example], style: str)
         return target_losses(loaded, examples, style=style)
     from nalora.tasks.clip import class_losses
 
-    return [(loss, 1) for loss in class_losses(loaded.model, task.images_of(examples), loaded.processor.image_processor)]
+    return [
+        (loss, 1) for loss in class_losses(loaded.model, task.images_of(examples), loaded.processor.image_processor)
+    ]
 
 
 def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:
