@@ -62,6 +62,7 @@ def evaluate(
             **speed,
         }
     summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
+    folder.mkdir(parents=True, exist_ok=True)  # nothing was kept there of questions without right answers
     write_json(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
 
