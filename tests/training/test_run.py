@@ -143,7 +143,8 @@ def test_a_clip_learns_and_is_asked(tmp_path):
 
     settings = {
         "model": saved_clip(tmp_path / "clip"), "task": "digits", "method": "na-lora", "regimes": "derived",
-        "device": "cpu", "output": str(tmp_path / "run"), "steps": 60, "batch_size": 64, "learning_rate": 1e-2, "log_every": 20,
+        "device": "cpu", "output": str(tmp_path / "run"), "steps": 60, "batch_size": 64, "learning_rate": 1e-2,
+        "log_every": 20,
     }  # fmt: skip
     train(check(settings))
     summaries = evaluate_target(settings["output"], Request())
