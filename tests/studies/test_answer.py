@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from nalora.studies.answer import answer, in_markdown
@@ -30,3 +32,18 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
     page = in_markdown(schedule.study, answer(schedule, results, {}), {})
     assert ("perhaps better beyond it: lora." in page) == named
     assert f"lora {best:g}, dora 0.0003" in page
+
+
+def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():
+    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4]}), "store")
+    results = {
+        schedule.job(cell, 1e-4, seed).key: Result(
+            1.0, {VALIDATION: 1.0, TEST: math.nan}, {"rating": 5.5 + seed, "pass_at_1": 0.25}, 1.0
+        )
+        for cell in schedule.cells
+        for seed in (0, 1)
+    }
+    (part,) = answer(schedule, results, {})
+    assert [(column.measure, column.scale) for column in part.table.columns] == [("rating", 1.0), ("pass_at_1", 100.0)]
+    assert part.missing == ()
+    assert {each.measure for each in part.table.columns} == part.comparisons.keys()

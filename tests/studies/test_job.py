@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -49,3 +51,28 @@ def test_more_questions_need_no_second_training(job):
     work(asking(job, TEST))
     assert Store(job.store).folder("run").result.stat().st_mtime_ns == stamp
     assert Store(job.store).result("run").has(TEST)
+
+
+def test_a_run_on_pictures_is_asked_everything_that_a_study_asks(tmp_path):
+    pytest.importorskip("sklearn")
+    from tasks.test_clip import saved_clip
+
+    settings = {
+        "model": saved_clip(tmp_path / "clip"), "task": "digits", "steps": 1, "device": "cpu", "validation_size": 60,
+    }  # fmt: skip
+    work(Job("run", settings, (VALIDATION, TEST, ANSWERS), str(tmp_path / "store"), "a run"))
+    result = Store(tmp_path / "store").result("run")
+    assert all(result.has(part) for part in (VALIDATION, TEST, ANSWERS))
+    assert result.losses[VALIDATION] != result.losses[TEST]
+
+
+def test_questions_without_one_right_answer_are_asked_too(job, monkeypatch):
+    from nalora.tasks import gym
+
+    asked = gym.Gym.test_examples
+    monkeypatch.setattr(gym.Gym, "test_examples", lambda self: [replace(e, target="") for e in asked(self)])
+    work(asking(job, VALIDATION, TEST, ANSWERS))
+    result = Store(job.store).result("run")
+    assert all(result.has(part) for part in (VALIDATION, TEST, ANSWERS))
+    assert math.isfinite(result.losses[VALIDATION])
+    assert math.isnan(result.losses[TEST])

@@ -93,6 +93,36 @@ def test_every_combination_is_a_cell():
     assert Schedule(study, "store").total({}, {}) == 8 * (3 + 2)
 
 
+NAMED = {
+    "sums": {
+        "short": {"settings": {"max_terms": 2}},
+        "long": {"settings": {"max_terms": 6}, "max_length": 256, "learning_rates": [1e-5, 1e-4]},
+    },
+    "rank": [8, 32],
+}
+
+
+def test_several_settings_stand_under_one_name_with_their_own_learning_rates():
+    schedule = Schedule(dummies.study(over=NAMED), "store")
+    assert {cell.settings for cell in schedule.cells} == {
+        (("sums", name), ("rank", rank)) for name in ("short", "long") for rank in (8, 32)
+    }
+    cells = {cell.name: cell for cell in schedule.cells}
+    short, long = cells["lora, sums short, rank 8"], cells["lora, sums long, rank 32"]
+    assert [job.settings["learning_rate"] for job in schedule.screening(short)] == [1e-4, 3e-4, 1e-3]
+    assert [job.settings["learning_rate"] for job in schedule.screening(long)] == [1e-5, 1e-4]
+    settings = schedule.screening(long)[0].settings
+    assert (settings["settings"], settings["max_length"], settings["rank"]) == ({"max_terms": 6}, 256, 32)
+    assert schedule.screening(short)[0].settings["max_length"] == 1024
+    assert schedule.total({}, {}) == 2 * 2 * (3 + 2) + 2 * 2 * (2 + 2)
+
+
+def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
+    arms = {"lora": {"method": "lora"}, "full": {"method": "full", "learning_rates": [1e-6]}}
+    schedule = Schedule(dummies.study(over=NAMED, arms=arms), "store")
+    assert {cell.arm.learning_rates for cell in schedule.cells if cell.arm.name == "full"} == {(1e-6,)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -105,6 +135,9 @@ def test_every_combination_is_a_cell():
         ({"seed": [0]}, "seed: no such part"),
         ({"ask": "sometimes"}, "expected chosen, none or all"),
         ({"over": {"rank": [8, "many"]}}, "rank: 'many'"),
+        ({"over": {"sums": {"short": 2}}}, "over.sums.short: no settings"),
+        ({"over": {"sums": {"short": {"seed": 2}}}}, "over: seed is the study's to give"),
+        ({"over": {"sums": {"short": {"max_lenth": 2}}}}, "did you mean max_length"),
     ],
 )
 def test_a_study_that_cannot_run_is_refused_as_a_whole(changes, message):

@@ -9,7 +9,7 @@ from PIL import Image
 
 import nalora
 from nalora import tasks
-from nalora.tasks.clip import TARGET_MODULES, CLIPClassifier, PictureCollator, classify, zero_shot_head
+from nalora.tasks.clip import TARGET_MODULES, CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
 from nalora.tasks.images import Picture
 
 pytest.importorskip("sklearn")
@@ -46,6 +46,13 @@ def clip(dtype=torch.float32, spread: float = 3.0):
 
 def processor():
     return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+
+
+def saved_clip(folder) -> str:
+    """The small CLIP as a folder that a run can name."""
+    clip().save_pretrained(folder)
+    transformers.CLIPProcessor(processor(), tokenizer()).save_pretrained(folder)
+    return str(folder)
 
 
 def classifier(dtype=torch.float32):
@@ -145,6 +152,15 @@ def test_batches_of_any_size_give_the_same_predictions(digits):
     assert len(predictions[0]) == 50
     assert len(set(predictions[0])) > 1
     assert model.training
+
+
+def test_losses_of_classes_are_training_s_whatever_the_batches(digits):
+    model = classifier(torch.float64).train()
+    pictures = digits.test_images()[:50]
+    losses = class_losses(model, pictures, processor(), 7)
+    assert losses == pytest.approx(class_losses(model, pictures, processor(), 50))
+    whole = model.eval()(**PictureCollator(processor())(pictures)).loss.item()
+    assert sum(losses) / 50 == pytest.approx(whole, rel=1e-6)
 
 
 def test_images_of_any_mode_and_size_are_classified(tmp_path):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.tasks import Example
-from nalora.tasks.validation import hold_out
+from nalora.tasks.images import Pictures
+from nalora.tasks.validation import hold_out, split_places
 
 
 @given(st.lists(st.text(min_size=1), unique=True, min_size=2, max_size=40), st.data())
@@ -35,3 +36,22 @@ def test_order_does_not_matter_and_growth_hardly():
 def test_everything_cannot_be_held_out():
     with pytest.raises(nalora.NALoRAError, match="fewer held out"):
         hold_out([Example("one", "?")], 1)
+
+
+def test_pictures_are_split_by_their_ids_and_none_is_decoded():
+    class Encoded(list):
+        fetched = 0
+
+        def __getitem__(self, place):
+            self.fetched += 1
+            return super().__getitem__(place)
+
+    images = Encoded(f"image {i}" for i in range(50))
+    ids = [f"set/train/{i}" for i in range(50)]
+    pictures = Pictures(ids, images, list(range(50)))
+    learnt, held = (pictures.at(places) for places in split_places(pictures.ids, 20))
+    assert images.fetched == 0
+    assert (len(learnt), len(held)) == (30, 20)
+    assert held.ids == [each.id for each in hold_out([Example(id, "?") for id in ids], 20)[1]]
+    assert [each.image for each in held] == [f"image {each.label}" for each in held]
+    assert [each.id for each in learnt[:3]] == learnt.ids[:3]

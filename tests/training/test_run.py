@@ -137,19 +137,46 @@ def test_an_encoder_decoder_learns_and_is_asked(tmp_path):
 
 def test_a_clip_learns_and_is_asked(tmp_path):
     pytest.importorskip("sklearn")
-    from tasks.test_clip import clip, processor
-    from tasks.test_clip import tokenizer as clip_tokenizer
+    from tasks.test_clip import saved_clip
 
     from nalora.evaluation.targets import Request, evaluate_target
 
-    folder = tmp_path / "clip"
-    clip().save_pretrained(folder)
-    transformers.CLIPProcessor(processor(), clip_tokenizer()).save_pretrained(folder)
     settings = {
-        "model": str(folder), "task": "digits", "method": "na-lora", "regimes": "derived", "device": "cpu",
-        "output": str(tmp_path / "run"), "steps": 60, "batch_size": 64, "learning_rate": 1e-2, "log_every": 20,
+        "model": saved_clip(tmp_path / "clip"), "task": "digits", "method": "na-lora", "regimes": "derived",
+        "device": "cpu", "output": str(tmp_path / "run"), "steps": 60, "batch_size": 64, "learning_rate": 1e-2,
+        "log_every": 20,
     }  # fmt: skip
     train(check(settings))
     summaries = evaluate_target(settings["output"], Request())
     before, after = (summaries[who]["measures"]["accuracy"]["value"] for who in ("base", "adapted"))
     assert after > max(0.25, before + 0.1)
+
+
+def test_pictures_held_out_are_not_learnt_from_and_are_what_validation_asks(tmp_path):
+    pytest.importorskip("sklearn")
+    from tasks.test_clip import saved_clip
+
+    from nalora import tasks
+    from nalora.evaluation.records import Records
+    from nalora.evaluation.targets import Request, evaluate_target
+    from nalora.models import loading
+    from nalora.tasks.validation import hold_out
+    from nalora.training.material import prepare
+
+    settings = {
+        "model": saved_clip(tmp_path / "clip"), "task": "digits", "device": "cpu", "output": str(tmp_path / "run"),
+        "steps": 40, "batch_size": 64, "learning_rate": 1e-2, "validation_size": 90,
+    }  # fmt: skip
+    digits = tasks.get("digits")
+    held = {each.id for each in hold_out(digits.train_examples(), 90)[1]}
+    run = check(settings)
+    material = prepare(digits, loading.load(run.settings.model_spec("clip")), run.settings)
+    learnt = {material.dataset[i].id for i in range(len(material.dataset))}
+    assert learnt == {each.id for each in digits.train_images()} - held
+    assert train(run)["examples"] == 1500 - 90
+    found = evaluate_target(settings["output"], Request(split="validation"))
+    assert found["adapted"]["examples"] == 90
+    assert found["adapted"]["target_loss"]["value"] < found["base"]["target_loss"]["value"] - 0.1
+    for file in ("outputs.jsonl", "losses.jsonl"):
+        (kept,) = (tmp_path / "run/evaluations/digits-validation").glob(f"adapted-*/{file}")
+        assert Records(kept).rows.keys() == held

@@ -61,7 +61,8 @@ def evaluate(
             "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
             **speed,
         }
-    summary["target_loss"] = _target_loss(loaded, examples, folder, style, report)
+    summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
+    folder.mkdir(parents=True, exist_ok=True)  # nothing was kept there of questions without right answers
     write_json(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
 
@@ -94,7 +95,7 @@ def _write(
     if all(each.id in outputs for each in examples):
         return {}
     if isinstance(task, ImageTask):
-        return _classify(loaded, task, len(examples), outputs, report)
+        return _classify(loaded, task, examples, outputs, report)
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     writer = Writer(
         loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
@@ -115,41 +116,53 @@ def _write(
     return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
 
 
-def _classify(loaded: Loaded, task: ImageTask, count: int, outputs: Records, report: Report) -> dict[str, float]:
+def _classify(
+    loaded: Loaded, task: ImageTask, examples: Sequence[Example], outputs: Records, report: Report
+) -> dict[str, float]:
     """Fill in the classes that are missing; an answer is a class's name."""
     from nalora.tasks.clip import classify
 
-    pictures = task.test_images()
-    missing = [i for i in range(count) if pictures.ids[i] not in outputs]
+    missing = [each for each in examples if each.id not in outputs]
     began = time.perf_counter()
     for start in range(0, len(missing), 512):
-        part = [pictures[i] for i in missing[start : start + 512]]
+        part = task.images_of(missing[start : start + 512])
         labels = classify(loaded.model, part, loaded.processor.image_processor)
         outputs.add([
             {"id": each.id, "outputs": [task.classes[label]], "tokens": 0, "finished": True}
             for each, label in zip(part, labels, strict=True)
         ])  # fmt: skip
-        report("looking", count - len(missing) + start + len(part), count)
+        report("looking", len(examples) - len(missing) + start + len(part), len(examples))
     seconds = time.perf_counter() - began
     return {"seconds": round(seconds, 2), "pictures_per_second": round(len(missing) / seconds, 1)}
 
 
 def _target_loss(
-    loaded: Loaded, examples: Sequence[Example], folder: Path, style: str, report: Report
+    loaded: Loaded, task: Task, examples: Sequence[Example], folder: Path, style: str, report: Report
 ) -> dict[str, Any] | None:
-    """−log p of the right answers a token, with its interval; None for a task without them."""
-    if loaded.spec.kind == "clip" or not all(each.target for each in examples):
+    """−log p of the right answers a token (of the right class a picture), with its interval; None without them."""
+    if not all(each.target for each in examples):
         return None
     known = Records(folder / "losses.jsonl")
     missing = [each for each in examples if each.id not in known]
     for start in range(0, len(missing), 256):
         part = missing[start : start + 256]
-        losses = target_losses(loaded, part, style=style)
+        losses = _losses(loaded, task, part, style)
         known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
         report("reading", len(examples) - len(missing) + start + len(part), len(examples))
     pairs = [(known.rows[each.id]["loss"], known.rows[each.id]["tokens"]) for each in examples]
     intervals = bootstrap(len(pairs), lambda drawn: {"loss": mean_loss([pairs[i] for i in drawn])})
     return {"value": mean_loss(pairs), "bootstrap": intervals["loss"]}
+
+
+def _losses(loaded: Loaded, task: Task, examples: Sequence[Example], style: str) -> list[tuple[float, int]]:
+    """(−log p, what it is spread over: tokens, or one class)."""
+    if not isinstance(task, ImageTask):
+        return target_losses(loaded, examples, style=style)
+    from nalora.tasks.clip import class_losses
+
+    return [
+        (loss, 1) for loss in class_losses(loaded.model, task.images_of(examples), loaded.processor.image_processor)
+    ]
 
 
 def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:

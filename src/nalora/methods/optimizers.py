@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import Muon, Optimizer
 
 from nalora.errors import NALoRAError
+
+MUON = "muon"
+
+
+def muon(
+    parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float
+) -> tuple[type[Optimizer], dict[str, Any]]:
+    """torch's Muon, for which transformers has no name, as a Trainer's `optimizer_cls_and_kwargs`.
+
+    Its orthogonal update is scaled to the size of AdamW's steps, so that learning rates mean the same for both.
+
+    Args:
+        parameters: by name; those that learn must be matrices, as all of LoRA's are.
+        learning_rate: the highest.
+
+    Raises:
+        NALoRAError: something else learns too.
+    """
+    others = [name for name, each in parameters if each.requires_grad and each.dim() != 2]
+    if others:
+        raise NALoRAError(
+            f"optimizer: {MUON}",
+            found=f"{len(others)} parameters that are no matrices, such as {others[0]}",
+            expected="matrices alone, which it can orthogonalise",
+            fix="use adamw_torch, or a method that learns matrices alone, such as lora",
+        )
+    return Muon, {"lr": learning_rate, "adjust_lr_fn": "match_rms_adamw"}
 
 
 def named_optimizer(trainer: Any, groups: list[dict[str, Any]]) -> Optimizer:
@@ -15,7 +44,8 @@ def named_optimizer(trainer: Any, groups: list[dict[str, Any]]) -> Optimizer:
     Raises:
         NALoRAError: an optimizer that makes its own parameter groups.
     """
-    kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    given = trainer.optimizer_cls_and_kwargs
+    kind, settings = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or settings.keys() & {
         "params",
         "model",

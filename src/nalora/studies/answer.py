@@ -58,11 +58,13 @@ def _part(
         if len(found) < len(cell.arm.seeds):
             missing.append(cell.arm.name)
         for job, result in found:
-            measures = {LOSS: result.losses[TEST], **result.measures}
+            loss = result.losses[TEST]
+            measures = {**({} if math.isnan(loss) else {LOSS: loss}), **result.measures}
             records.append(Record(cell.arm.name, job.settings["seed"], measures))
     names = list(dict.fromkeys(name for record in records for name in record.measures))
-    columns = [Column(name, lower=name == LOSS, scale=1.0 if name == LOSS else 100.0,
-                      title=name if name == LOSS else f"{name} %") for name in names]  # fmt: skip
+    shares = {name: _is_share(name, records) for name in names}
+    columns = [Column(name, lower=name == LOSS, scale=100.0 if shares[name] else 1.0,
+                      title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
     table = tabulate(records, columns)
     baseline = schedule.study.baseline
     comparisons = {name: compare(_values(records, name), baseline, higher_is_better=name != LOSS)
@@ -74,6 +76,11 @@ def _part(
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
     """A single rate was given, not chosen; of two each is an end."""
     return rate is not None and len(tried) > 1 and rate in (min(tried), max(tried))
+
+
+def _is_share(measure: str, records: list[Record]) -> bool:
+    """A loss is none, nor is a judge's rating from 1 to 10."""
+    return measure != LOSS and all(abs(each.measures.get(measure, 0.0)) <= 1 for each in records)
 
 
 def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:

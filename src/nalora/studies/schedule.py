@@ -30,7 +30,7 @@ class Schedule:
         self.cells = [
             Cell(tuple(cell.items()), arm, ", ".join([arm.name, *(f"{name} {value}" for name, value in cell.items())]))
             for cell in study.cells()
-            for arm in study.arms
+            for arm in study.arms_in(cell)
         ]
         self._jobs: dict[tuple[str, float, int, tuple[str, ...]], Job] = {}
 

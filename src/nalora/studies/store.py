@@ -77,8 +77,9 @@ class Store:
             if summary is None:
                 continue
             part = VALIDATION if path.parent.parent.name.endswith("-validation") else TEST
-            if loss := summary.get("target_loss"):
-                losses[part] = _number(loss["value"])
+            # No number where the task's questions have no one right answer, as a conversation or a program has not.
+            loss = summary.get("target_loss")
+            losses[part] = _number(loss["value"]) if loss else math.nan
             if path.name == "summary.json":
                 measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
         return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))

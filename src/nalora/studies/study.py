@@ -11,7 +11,10 @@
       na-lora: {method: na-lora, apply_to: update}
     over:                          # further settings: every combination is a table of its own
       rank: [8, 32]
-    learning_rates: [3.0e-4, 1.0e-3, 3.0e-3]       # of every arm; an arm may give its own
+      sums:                        # several settings together under a name, with learning rates where they need others
+        short: {settings: {max_terms: 2}}
+        long: {settings: {max_terms: 6}, max_length: 256, learning_rates: [1.0e-4, 3.0e-4, 1.0e-3]}
+    learning_rates: [3.0e-4, 1.0e-3, 3.0e-3]       # of every arm; an arm may give its own, which go before all others
     validation_size: 200           # held out of the training set, to choose the learning rate by
     screening_seeds: [0]
     seeds: [0, 1, 2]               # of the runs that are compared
@@ -25,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +37,7 @@ from nalora.training.settings import Run, check
 
 # Settings that a study gives to each run itself.
 _ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
+_RATES = "learning_rates"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Arm:
     Args:
         name: in tables.
         settings: beside those of every run.
-        learning_rates: that are tried.
+        learning_rates: its own that are tried; none where those of the combination or the study are.
         seeds: of the runs that are compared.
     """
 
@@ -60,7 +64,8 @@ class Study:
     name: str
     settings: Mapping[str, Any]
     arms: tuple[Arm, ...]
-    over: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    over: Mapping[str, tuple[Any, ...] | Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    learning_rates: tuple[float, ...] = ()
     validation_size: int = 200
     screening_seeds: tuple[int, ...] = (0,)
     ask: Literal["chosen", "none", "all"] = "chosen"
@@ -73,13 +78,28 @@ class Study:
         return self.arms[0].name
 
     def cells(self) -> list[dict[str, Any]]:
-        """Every combination of the settings in `over`; one empty one where there are none."""
+        """Every combination of the values, or the names, in `over`; one empty one where there are none."""
         return [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
+
+    def arms_in(self, cell: Mapping[str, Any]) -> list[Arm]:
+        """The arms with the learning rates that each tries there: its own, the combination's, or the study's."""
+        rates = self._meaning(cell).get(_RATES, self.learning_rates)
+        return [replace(arm, learning_rates=arm.learning_rates or tuple(map(float, rates))) for arm in self.arms]
 
     def run(self, cell: Mapping[str, Any], arm: Arm, learning_rate: float, seed: int) -> Run:
         """One run of the study, wherever it may be kept."""
+        combined = {name: value for name, value in self._meaning(cell).items() if name != _RATES}
         own = {"learning_rate": learning_rate, "seed": seed, "validation_size": self.validation_size}
-        return check({**self.settings, **cell, **arm.settings, **own}, where=f"study {self.name!r}, arm {arm.name!r}")
+        where = f"study {self.name!r}, arm {arm.name!r}"
+        return check({**self.settings, **combined, **arm.settings, **own}, where=where)
+
+    def _meaning(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """What a combination sets: a value its setting, a name all that stands under it."""
+        meaning: dict[str, Any] = {}
+        for name, value in cell.items():
+            values = self.over[name]
+            meaning |= values[value] if isinstance(values, Mapping) else {name: value}
+        return meaning
 
 
 def read(file: str | Path) -> Study:
@@ -110,13 +130,16 @@ def understand(given: Mapping[str, Any], where: str = "study") -> Study:
     """
     problems = _problems_of_shape(given)
     if not problems:
-        rates = tuple(float(rate) for rate in given.get("learning_rates", ()))
         seeds = tuple(given.get("seeds", (0,)))
         study = Study(
             name=str(given.get("name", "study")),
             settings=dict(given["settings"]),
-            arms=tuple(_arm(name, dict(each or {}), rates, seeds) for name, each in given["arms"].items()),
-            over={name: tuple(values) for name, values in (given.get("over") or {}).items()},
+            arms=tuple(_arm(name, dict(each or {}), seeds) for name, each in given["arms"].items()),
+            over={
+                name: values if isinstance(values, dict) else tuple(values)
+                for name, values in (given.get("over") or {}).items()
+            },
+            learning_rates=tuple(float(rate) for rate in given.get(_RATES, ())),
             validation_size=given.get("validation_size", 200),
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
             ask=given.get("ask", "chosen"),
@@ -134,32 +157,31 @@ def understand(given: Mapping[str, Any], where: str = "study") -> Study:
     return study
 
 
-def _arm(name: str, given: dict[str, Any], rates: tuple[float, ...], seeds: tuple[int, ...]) -> Arm:
-    own_rates, own_seeds = given.pop("learning_rates", None), given.pop("seeds", None)
-    return Arm(
-        str(name),
-        given,
-        tuple(float(rate) for rate in own_rates) if own_rates else rates,
-        tuple(own_seeds) if own_seeds else seeds,
-    )
+def _arm(name: str, given: dict[str, Any], seeds: tuple[int, ...]) -> Arm:
+    rates, own_seeds = given.pop(_RATES, None), given.pop("seeds", None)
+    return Arm(str(name), given, tuple(map(float, rates or ())), tuple(own_seeds) if own_seeds else seeds)
 
 
 def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
-    known = {each.name for each in dataclasses.fields(Study)} | {"learning_rates", "seeds"}
+    known = {each.name for each in dataclasses.fields(Study)} | {"seeds"}
     problems = [f"{key}: no such part of a study" for key in given if key not in known]
     for part in ("settings", "arms"):
         if not isinstance(given.get(part), dict) or not given[part]:
             problems.append(f"{part}: missing or empty")
+    named: list[Any] = []
     for name, values in (given.get("over") or {}).items():
-        if not isinstance(values, list) or not values:
+        if not isinstance(values, list | dict) or not values:
             problems.append(f"over.{name}: an empty grid")
+        elif isinstance(values, dict):
+            problems += [f"over.{name}.{each}: no settings" for each, s in values.items() if not isinstance(s, dict)]
+            named += values.values()
     for part in ("learning_rates", "seeds", "screening_seeds"):
         if part in given and (not isinstance(given[part], list) or not given[part]):
             problems.append(f"{part}: an empty list")
     if given.get("ask", "chosen") not in ("chosen", "none", "all"):
         problems.append(f"ask: {given['ask']!r}, expected chosen, none or all")
-    for part in ("settings", "arms"):
-        each_settings = [given.get("settings") or {}] if part == "settings" else (given.get("arms") or {}).values()
+    sources = {"settings": [given.get("settings")], "arms": (given.get("arms") or {}).values(), "over": named}
+    for part, each_settings in sources.items():
         for settings in each_settings:
             taken = [name for name in _ITS_OWN if isinstance(settings, dict) and name in settings]
             problems += [f"{part}: {name} is the study's to give" for name in taken]
@@ -167,13 +189,14 @@ def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
 
 
 def _problems_of_runs(study: Study) -> list[str]:
-    problems = [f"arm {arm.name}: no learning rates" for arm in study.arms if not arm.learning_rates]
-    if len({arm.name for arm in study.arms}) < len(study.arms):
-        problems.append("arms: two of one name")
-    for arm, cell in itertools.product(study.arms, study.cells()):
-        for rate in arm.learning_rates[:1]:
+    problems = ["arms: two of one name"] if len({arm.name for arm in study.arms}) < len(study.arms) else []
+    for cell in study.cells():
+        for arm in study.arms_in(cell):
+            if not arm.learning_rates:
+                problems.append(f"arm {arm.name}: no learning rates")
+                continue
             try:
-                study.run(cell, arm, rate, arm.seeds[0])
+                study.run(cell, arm, arm.learning_rates[0], arm.seeds[0])
             except NALoRAError as error:
                 problems.append(str(error))
     return list(dict.fromkeys(problems))

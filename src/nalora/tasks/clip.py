@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,16 +87,34 @@ class PictureCollator:
         return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in pictures])}
 
 
-@torch.no_grad()
 def classify(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[int]:
     """The label that a `CLIPClassifier`, plain or adapted, gives each picture."""
+    return [
+        label
+        for logits, _ in _looked_at(model, pictures, processor, batch_size)
+        for label in logits.argmax(-1).tolist()
+    ]
+
+
+def class_losses(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[float]:
+    """−log p of each picture's class, as training reports it."""
+    return [
+        loss
+        for logits, labels in _looked_at(model, pictures, processor, batch_size)
+        for loss in nn.functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
+    ]
+
+
+@torch.no_grad()
+def _looked_at(
+    model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(scores, labels) of each batch, in evaluation mode."""
     collate = PictureCollator(processor)
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    labels: list[int] = []
     for start in range(0, len(pictures), batch_size):
-        batch = collate(pictures[start : start + batch_size])
-        labels += model(pixel_values=batch["pixel_values"].to(device)).logits.argmax(-1).tolist()
+        batch = {name: each.to(device) for name, each in collate(pictures[start : start + batch_size]).items()}
+        yield model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
     model.train(was_training)
-    return labels

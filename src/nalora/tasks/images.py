@@ -103,6 +103,25 @@ class Pictures(Sequence[Picture]):
             return [self[each] for each in place]
         return Picture(self.ids[place], self.images[place], self.labels[place])
 
+    def at(self, places: Sequence[int]) -> Pictures:
+        """Those at these places, still not decoded."""
+        return Pictures(
+            [self.ids[place] for place in places], _At(self.images, places), [self.labels[place] for place in places]
+        )
+
+
+class _At(Sequence[Any]):
+    """The items at some places of a sequence, each fetched when it is asked for."""
+
+    def __init__(self, items: Sequence[Any], places: Sequence[int]) -> None:
+        self.items, self.places = items, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[self.places[index]]
+
 
 class ImageTask(Task):
     """Classification of images by a CLIP model: `train_images` and `test_images` go to `nalora.tasks.clip`.
@@ -135,6 +154,10 @@ class ImageTask(Task):
         """What is classified, in a fixed order; never seen in training."""
         return self._data[2]
 
+    def images_of(self, examples: Sequence[Example]) -> list[Picture]:
+        """The images of these examples, of whichever split they are."""
+        return [pictures[place] for pictures, place in (self._split_of[each.id] for each in examples)]
+
     def train_examples(self) -> Sequence[Example]:
         """`train_images` without the images."""
         return self._examples(self.train_images())
@@ -157,6 +180,12 @@ class ImageTask(Task):
             Example(id, prompt="", target=self.classes[label], facts={"label": label})
             for id, label in zip(pictures.ids, pictures.labels, strict=True)
         ]
+
+    @functools.cached_property
+    def _split_of(self) -> dict[str, tuple[Pictures, int]]:
+        """Where each id stands; no id is in both splits."""
+        splits = (self.train_images(), self.test_images())
+        return {id: (pictures, place) for pictures in splits for place, id in enumerate(pictures.ids)}
 
     @functools.cached_property
     def _data(self) -> tuple[list[str], Pictures, Pictures]:

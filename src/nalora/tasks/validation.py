@@ -12,19 +12,30 @@ from nalora.tasks.task import Example
 def hold_out(examples: Sequence[Example], size: int) -> tuple[list[Example], list[Example]]:
     """(what is learnt from, what is held out), both in their order.
 
+    Raises:
+        NALoRAError: nothing would be left to learn from.
+    """
+    learnt, held = split_places([each.id for each in examples], size)
+    return [examples[place] for place in learnt], [examples[place] for place in held]
+
+
+def split_places(ids: Sequence[str], size: int) -> tuple[list[int], list[int]]:
+    """The places of what is learnt from and of what is held out, both in their order.
+
     Which ones are held out depends on their ids alone: the same for every seed, method and machine, and a training
-    set that grows keeps nearly all of them.
+    set that grows keeps nearly all of them. Pictures are split by this without being decoded.
 
     Raises:
         NALoRAError: nothing would be left to learn from.
     """
-    if size >= len(examples) and size:
+    if size >= len(ids) and size:
         raise NALoRAError(
             f"validation_size: {size}",
-            found=f"{len(examples)} training examples",
+            found=f"{len(ids)} training examples",
             expected="fewer held out than there are",
             fix="lower validation_size",
         )
-    by_chance = sorted(examples, key=lambda each: hashlib.blake2b(each.id.encode(), digest_size=8).digest())
-    held = {each.id for each in by_chance[:size]}
-    return [each for each in examples if each.id not in held], [each for each in examples if each.id in held]
+    by_chance = sorted(ids, key=lambda each: hashlib.blake2b(each.encode(), digest_size=8).digest())
+    held = set(by_chance[:size])
+    places = range(len(ids))
+    return [place for place in places if ids[place] not in held], [place for place in places if ids[place] in held]

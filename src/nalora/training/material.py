@@ -14,7 +14,7 @@ from nalora.models import loading
 from nalora.models.loading import Loaded
 from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
-from nalora.tasks.validation import hold_out
+from nalora.tasks.validation import hold_out, split_places
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.graphed import MULTIPLE
 from nalora.training.settings import RunSettings
@@ -75,7 +75,8 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
 
         if adapter.target_modules == "all-linear":
             adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
-        pictures: Sequence[Any] = task.train_images()
+        everything = task.train_images()
+        pictures: Sequence[Any] = everything.at(split_places(everything.ids, settings.validation_size)[0])
         if settings.train_limit:
             pictures = pictures[: settings.train_limit]
         collator = clip.PictureCollator(loaded.processor.image_processor)

@@ -41,7 +41,7 @@ class RunSettings:
         warmup: the share of the steps in which it rises.
         weight_decay: decoupled.
         max_norm: gradients are clipped to this norm; 0 leaves them.
-        optimizer: one of transformers' names.
+        optimizer: one of transformers' names, or ``muon``.
         max_length: tokens of prompt and target together.
         too_long: what happens to longer examples: left out, or cut at the end.
         packing: several examples in one row, each attending to itself alone.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from nalora import processes
 from nalora.errors import NALoRAError
+from nalora.methods.optimizers import MUON, muon
 from nalora.models import loading
 from nalora.training.graphed import graph_passes, refuse_unless_graphs_fit
 from nalora.training.order import LikeLengths
@@ -70,7 +71,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         warmup_steps=settings.warmup,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_norm,
-        optim=settings.optimizer,
+        # Muon is given by itself below: no name of transformers' stands for it.
+        optim="adamw_torch" if settings.optimizer == MUON else settings.optimizer,
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
         use_cpu=device == "cpu",
@@ -99,6 +101,9 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         train_dataset=dataset,
         data_collator=collator,
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=(
+            muon(model.named_parameters(), settings.learning_rate) if settings.optimizer == MUON else None
+        ),
     )
     trainer.remove_callback(PrinterCallback)
     if settings.batches == "like-length":
