@@ -28,8 +28,11 @@ def diagnose(
     task: Annotated[str | None, typer.Option(help="Whose training examples; the run's own task by default.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Examples whose plain inference takes the memory that this takes.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1, help="Examples whose plain inference takes the memory that this takes: 16, on a GPU 128 by default."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
     per_channel: Annotated[bool, typer.Option("--per-channel", help="Write every channel's values too.")] = False,
 ) -> None:

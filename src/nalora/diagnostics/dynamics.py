@@ -44,7 +44,8 @@ class Request:
         probe_size: examples.
         task: whose training set; the run's own by default.
         data_dir: the task's files.
-        batch_size: examples of which plain inference would take the memory that this may take.
+        batch_size: examples of which plain inference would take the memory that this may take; 16 on a CPU and 128 on a
+            GPU by default, where smaller ones wait for Python.
         device: where; the run's by default.
         per_channel: also write every channel's values.
     """
@@ -53,9 +54,13 @@ class Request:
     probe_size: int = 512
     task: str | None = None
     data_dir: str | None = None
-    batch_size: int = 16
+    batch_size: int | None = None
     device: str | None = None
     per_channel: bool = False
+
+    def rows(self, device: torch.device) -> int:
+        """Examples of one pass: two models go over each, so half of a batch."""
+        return max(1, (self.batch_size or (128 if device.type == "cuda" else 16)) // 2)
 
 
 def diagnose(
@@ -111,7 +116,7 @@ def _ready(run: Run, request: Request) -> tuple[Probe, tuple[GateSite, ...], Res
         run,
         loaded,
         size=request.probe_size,
-        batch_size=max(1, request.batch_size // 2),
+        batch_size=request.rows(loaded.device),
         task=request.task,
         data_dir=request.data_dir,
     )

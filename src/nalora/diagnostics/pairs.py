@@ -46,7 +46,7 @@ def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
         loaded,
         size=request.probe_size,
         # Two models pass at a time, in the memory that one takes for the whole batch.
-        batch_size=max(1, request.batch_size // 2),
+        batch_size=request.rows(loaded.device),
         task=request.task,
         data_dir=request.data_dir,
     )
