@@ -7,9 +7,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.distributed as dist
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,13 +19,14 @@ from nalora import checkpoint, refusals
 from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
-from nalora.controlled import ControlledParameters, lora_parameters
+from nalora.controlled import ControlledParameters
 from nalora.decision import BlockGroup, Decision
 from nalora.errors import NALoRAError
 from nalora.following import follow
 from nalora.metrics import measure
 from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
+from nalora.sharding import clip_grad_norm_, sharing_processes
 from nalora.tokens import watch_masks
 
 Kernels = Literal["auto", "off", "fused", "fused-activation"]
@@ -70,8 +72,10 @@ class NALoRAController:
         self.config = config or NALoRAConfig()
         self.model = _unwrapped(model)
         refusals.if_kernels_are_unknown(kernels)
+        refusals.if_flattened(self.model)
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
-        refusals.if_watched_or_sharded(self.plan)
+        refusals.if_watched(self.plan)
+        refusals.if_tensor_parallel(self.model, self.plan)
         if fused := kernels.startswith("fused"):
             refusals.if_kernels_cannot_run(self.plan)
 
@@ -81,13 +85,15 @@ class NALoRAController:
         self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
         self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        self._given_ranks = getattr(model, "process_group", None) if _is_ddp(model) else None
+        self._ranks: dist.ProcessGroup | None = None
         self._before: tuple[list[Control], dict[Tensor, Tensor]] | None = None
 
         masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
         self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
         self._watched_gradients: set[nn.Parameter] = set()
-        self._watch_gradients()
+        self._look_at_parameters()
         if fused:
             from nalora.fused.install import fuse
 
@@ -107,19 +113,24 @@ class NALoRAController:
             accumulate=plan.engine.accumulate,
             is_adapted_pass=lambda: not layers[0].disable_adapters,
         )
-        observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
+        observer.gradient_is_gone = lambda: all(b.grad is None for b in self._controlled.trained(layers[0]))
+        observer.parameters_were_replaced = lambda: self._controlled.were_replaced(layers[0])
         observer.applied = lambda: self._decisions is not None
         observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
         return observer
 
-    def _watch_gradients(self) -> None:
-        """Learn when a backward pass reaches a block, also for adapters that became active later."""
+    def _look_at_parameters(self) -> None:
+        """See which adapters are active, who shares them, and when a backward pass reaches them."""
         if not self._controlled.refresh():
             return
+        refusals.if_tensor_parallel(self.model, self.plan)
+        if self._optimizer is not None:
+            refusals.if_parameters_are_missing(self.model, self.plan, self._optimizer)
+        self._ranks = self._given_ranks or sharing_processes(self._controlled.named())
         for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
             for projection in plan.block.projections.values():
-                for _, b in lora_parameters(projection.module):
+                for b in self._controlled.trained(projection.module):
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
                         hook = functools.partial(_gradient_arrived, weakref.ref(observer))
@@ -143,18 +154,18 @@ class NALoRAController:
         """
         if self._decisions is not None:
             return
-        self._watch_gradients()
+        self._look_at_parameters()
         refusals.unless_gates_were_observed(self._observers)
         if not any(observer.calls for observer in self._observers):
             refusals.if_layers_are_gone(self.model, self.plan)
-        self._decisions = [group.decide(self.config) for group in self._groups]
+        self._decisions = [group.decide(self.config, self._ranks) for group in self._groups]
         if self.config.apply_to == "gradient":
             multiply_gradients(self._controls())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied."""
         self.apply()
-        return nn.utils.clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
+        return clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
     def _controls(self) -> list[Control]:
         return self._controlled.controls(self._decisions or [], self.config.preserve_mean)
@@ -168,10 +179,12 @@ class NALoRAController:
             NALoRAError: an optimizer that cannot be acted around, or one that does not hold the LoRA parameters.
         """
         optimizer = refusals.unless_torch_optimizer(optimizer)
-        if optimizer is self._optimizer:
-            return
         refusals.if_parameters_are_missing(self.model, self.plan, optimizer)
+        if optimizer is self._optimizer:
+            self._look_at_parameters()
+            return
         self._unbind()
+        self._look_at_parameters()
         self._optimizer = optimizer
         self._let_go_of_optimizer = [
             optimizer.register_step_pre_hook(self._before_step).remove,
@@ -300,12 +313,16 @@ def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, t
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel and torch.compile, so that block names stay the same."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if _is_ddp(model):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
             return model
+
+
+def _is_ddp(model: nn.Module) -> TypeGuard[nn.parallel.DistributedDataParallel]:
+    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:

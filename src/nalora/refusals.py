@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from nalora.controlled import parts
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import Plan
+from nalora.sharding import is_data_parallel, is_offloaded, is_sharded
 
 
 def if_kernels_are_unknown(kernels: str) -> None:
@@ -44,8 +46,8 @@ def if_kernels_cannot_run(plan: Plan) -> None:
             )
 
 
-def if_watched_or_sharded(plan: Plan) -> None:
-    """Refuse layers that another controller watches or that are only a shard of themselves."""
+def if_watched(plan: Plan) -> None:
+    """Refuse layers that another controller watches."""
     for each in plan.blocks:
         for projection in each.block.projections.values():
             if is_observed(projection.module):
@@ -55,13 +57,52 @@ def if_watched_or_sharded(plan: Plan) -> None:
                     expected="one controller per model",
                     fix="call detach() on the first one",
                 )
-            if any(type(parameter.data).__name__ == "DTensor" for parameter in projection.module.parameters()):
-                raise NALoRAError(
-                    projection.name,
-                    found="parameters sharded over devices (DTensor: tensor parallel or FSDP2)",
-                    expected="whole parameters on each rank: a quantile over a shard is another method",
-                    fix="train with DDP or on one device",
-                )
+
+
+def if_flattened(model: nn.Module) -> None:
+    """Refuse FSDP1, which keeps its parameters as slices of one flat tensor, whatever rows they cut through."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise NALoRAError(
+                name or type(model).__name__,
+                found="a module wrapped by FSDP1 (FullyShardedDataParallel), whose parameters are flattened",
+                expected="parameters sharded by whole rows",
+                fix="use FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Accelerate's configuration",
+            )
+
+
+def if_tensor_parallel(model: nn.Module, plan: Plan) -> None:
+    """Refuse sharded parameters that no `fully_shard` of this model gathers before a layer computes."""
+    modules = dict(model.named_modules())
+    for each in plan.blocks:
+        for projection in each.block.projections.values():
+            for name, parameter in projection.module.named_parameters():
+                if not is_sharded(parameter):
+                    continue
+                where = f"{projection.name}.{name}"
+                gathered = any(isinstance(modules[above], FSDPModule) for above in _owners(where))
+                if not (gathered and is_data_parallel(parameter)):
+                    raise NALoRAError(
+                        where,
+                        found=f"a parameter sharded for tensor parallelism ({type(parameter.data).__name__},"
+                        f" placed as {getattr(parameter, 'placements', ())})",
+                        expected="layers that compute all of their channels: a quantile over a shard is another method",
+                        fix="train with DDP or FSDP2 (fully_shard) alone, and hand attach the model that was sharded",
+                    )
+                if is_offloaded(parameter):
+                    raise NALoRAError(
+                        where,
+                        found="a parameter that FSDP2 offloads to the host (CPUOffloadPolicy)",
+                        expected="adapters on the device that computes the gates",
+                        fix="shard without CPU offload",
+                    )
+
+
+def _owners(parameter: str) -> Iterator[str]:
+    """The names of all modules that a parameter lies in, the model's own (empty) included."""
+    while parameter:
+        parameter = parameter.rpartition(".")[0]
+        yield parameter
 
 
 def unless_torch_optimizer(optimizer: Any) -> Optimizer:
@@ -104,8 +145,8 @@ def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer
                     names[id(parameter)],
                     found=f"a trainable LoRA parameter that {type(optimizer).__name__} does not hold",
                     expected="every controlled LoRA parameter in the optimizer given to attach",
-                    fix="build the optimizer from the parameters of this model after adding the adapter, and do"
-                    " not step parameters inside backward",
+                    fix="build the optimizer from the parameters of this model after adding the adapter and after"
+                    " sharding it, and do not step parameters inside backward",
                 )
 
 
