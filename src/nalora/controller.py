@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nalora import checkpoint, refusals
-from nalora.blocks import find_blocks
+from nalora.blocks import Discovery, find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.controlled import ControlledParameters
@@ -71,6 +71,7 @@ class NALoRAController:
     def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
         self.config = config or NALoRAConfig()
         self.model = _unwrapped(model)
+        self._kernels = kernels
         refusals.if_kernels_are_unknown(kernels)
         refusals.if_flattened(self.model)
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
@@ -141,6 +142,26 @@ class NALoRAController:
         for observer in self._observers:
             if not observer.calls:
                 observer.calls, observer.gradient_arrived = 1, True
+
+    def settle(self) -> None:
+        """Keep the statistics where the adapters are now, the averages as they were.
+
+        For a model that is moved or cast after `attach`, as Accelerate does with FSDP2 when training starts.
+        """
+        now = [each.block.statistics_kind for each in self.plan.blocks]
+        if now == [self._places[each.block.name][0].kind for each in self.plan.blocks]:
+            return
+        state = self.state_dict()
+        found = Discovery(tuple(each.block for each in self.plan.blocks), self.plan.refused, self.plan.others)
+        self.plan = make_plan(found, self.config, self._kernels)
+        self._groups, self._places = _group(self.plan.blocks)
+        self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
+            group, index = self._places[plan.block.name]
+            observer.sums, observer.accumulate = group.sums(index), plan.engine.accumulate
+        # A model without weights yet has no averages either.
+        if not any(each.is_meta for each in state["tensors"].values()):
+            self.load_state_dict(state)
 
     # ---- decide and apply ----------------------------------------------------------------------------------------
 

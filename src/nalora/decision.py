@@ -49,7 +49,7 @@ class BlockGroup:
         mask_acts: bool = True,
         scaling_acts: bool = True,
     ) -> None:
-        self.names, self.width = names, width
+        self.names, self.width, self.kind = names, width, (device, dtype)
         self.mask_acts, self.scaling_acts = mask_acts, scaling_acts
         n = len(names)
         self.stacked = Sums.zeros(n, width, dtype, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,15 +73,15 @@ def if_flattened(model: nn.Module) -> None:
 
 def if_tensor_parallel(model: nn.Module, plan: Plan) -> None:
     """Refuse sharded parameters that no `fully_shard` of this model gathers before a layer computes."""
-    modules = dict(model.named_modules())
+    # Not by name: a checkpointing wrapper gives layers other names.
+    gathered = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
     for each in plan.blocks:
         for projection in each.block.projections.values():
             for name, parameter in projection.module.named_parameters():
                 if not is_sharded(parameter):
                     continue
                 where = f"{projection.name}.{name}"
-                gathered = any(isinstance(modules[above], FSDPModule) for above in _owners(where))
-                if not (gathered and is_data_parallel(parameter)):
+                if not (parameter in gathered and is_data_parallel(parameter)):
                     raise NALoRAError(
                         where,
                         found=f"a parameter sharded for tensor parallelism ({type(parameter.data).__name__},"
@@ -96,13 +96,6 @@ def if_tensor_parallel(model: nn.Module, plan: Plan) -> None:
                         expected="adapters on the device that computes the gates",
                         fix="shard without CPU offload",
                     )
-
-
-def _owners(parameter: str) -> Iterator[str]:
-    """The names of all modules that a parameter lies in, the model's own (empty) included."""
-    while parameter:
-        parameter = parameter.rpartition(".")[0]
-        yield parameter
 
 
 def unless_torch_optimizer(optimizer: Any) -> Optimizer:
@@ -165,11 +158,11 @@ def unless_gates_were_observed(observers: Iterable[GateObserver]) -> None:
 
 def if_layers_are_gone(model: nn.Module, plan: Plan) -> None:
     """Refuse a step after which merged, unloaded or replaced layers would explain why nothing was observed."""
-    modules = dict(model.named_modules())
+    modules = set(model.modules())
     for each in plan.blocks:
         for projection in each.block.projections.values():
             merged = isinstance(projection.module, LoraLayer) and projection.module.merged
-            if merged or modules.get(projection.name) is not projection.module:
+            if merged or projection.module not in modules:
                 raise NALoRAError(
                     projection.name,
                     found="merged adapters" if merged else "a layer that was unloaded or replaced since attach",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
 
 from nalora.config import NALoRAConfig
@@ -49,6 +51,7 @@ def attach_trainer(
 
 def _refuse_unusable(trainer: Trainer) -> None:
     """Name what would leave the controller on parameters that nobody trains."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     refusals = (
         (
@@ -57,9 +60,14 @@ def _refuse_unusable(trainer: Trainer) -> None:
             "launch without a DeepSpeed configuration",
         ),
         (
-            trainer.is_fsdp_enabled,
-            "a Trainer that runs FSDP, which shards the parameters when training starts",
-            "launch without an FSDP configuration",
+            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1,
+            "a Trainer that runs FSDP1, which flattens parameters and cuts them anywhere",
+            "set fsdp_version: 2",
+        ),
+        (
+            trainer.is_fsdp_enabled and isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
+            "a Trainer that runs FSDP with CPU offload",
+            "launch without offloading: adapters are small",
         ),
         (
             trainer.args.n_gpu > 1,
@@ -82,7 +90,7 @@ def _refuse_unusable(trainer: Trainer) -> None:
             raise NALoRAError(
                 f"attach_trainer({type(trainer).__name__})",
                 found=found,
-                expected="one model, whole on each device, stepped by one torch optimizer: one device or DDP",
+                expected="one model, stepped by one torch optimizer: one device, DDP or FSDP2",
                 fix=fix,
             )
 
@@ -101,6 +109,8 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             # asks the accelerator for the norm that it logs.
             follow(trainer, "_clip_grad_norm", before=self._apply),
             follow(trainer.accelerator, "clip_grad_norm_", before=self._apply),
+            # FSDP2 shards there, on the device, before the trainer reads a checkpoint.
+            follow(trainer.accelerator, "prepare", after=self._settle),
             follow(trainer, "log", before=self._add_metrics),
             follow(trainer, "_save_optimizer_and_scheduler", after=self._save),
             follow(trainer, "_load_optimizer_and_scheduler", after=self._resume),
@@ -117,6 +127,10 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
         """Bind to the optimizer that `train()` has built, with nothing left of a run that broke off."""
         self.controller.bind(optimizer)
         self.controller._open_window()
+
+    def _settle(self, *prepared: Any, **_: Any) -> None:
+        if any(isinstance(each, nn.Module) for each in prepared):
+            self.controller.settle()
 
     def _apply(self, *_: Any, **__: Any) -> None:
         self.controller.apply()
