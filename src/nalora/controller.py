@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora import checkpoint, refusals
+from nalora import checkpoint, refusals, zero
 from nalora.blocks import Discovery, find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
@@ -28,6 +28,7 @@ from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
 from nalora.sharding import clip_grad_norm_, sharing_processes
 from nalora.tokens import watch_masks
+from nalora.wrapping import ranks_of, unwrapped
 
 Kernels = Literal["auto", "off", "fused", "fused-activation"]
 
@@ -46,8 +47,9 @@ def attach(
     `controller.clip_grad_norm_` in place of torch's, or `controller.apply()` before it.
 
     Args:
-        model: any model with PEFT LoRA layers.
-        optimizer: the torch optimizer that steps them; Accelerate's wrapper is looked through.
+        model: any model with PEFT LoRA layers; sharded by FSDP2's `fully_shard`, wrapped by DDP or by DeepSpeed's
+            engine before this.
+        optimizer: the torch optimizer that steps them, or DeepSpeed's; Accelerate's wrapper is looked through.
         config: the settings; the paper's by default.
         kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` takes the reference; both leave the model's
             arithmetic alone. ``"fused"`` also computes FFNs and LoRA layers as single functions on a GPU,
@@ -56,6 +58,7 @@ def attach(
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
     """
+    zero.refuse_engine_without_zero(model, optimizer)
     controller = NALoRAController(model, config, kernels=kernels)
     try:
         controller.bind(optimizer)
@@ -70,7 +73,7 @@ class NALoRAController:
 
     def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
         self.config = config or NALoRAConfig()
-        self.model = _unwrapped(model)
+        self.model = unwrapped(model)
         self._kernels = kernels
         refusals.if_kernels_are_unknown(kernels)
         refusals.if_flattened(self.model)
@@ -86,7 +89,7 @@ class NALoRAController:
         self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
         self._controlled = ControlledParameters(self.plan.blocks, self._groups)
-        self._given_ranks = getattr(model, "process_group", None) if _is_ddp(model) else None
+        self._given_ranks = ranks_of(model)
         self._ranks: dist.ProcessGroup | None = None
         self._before: tuple[list[Control], dict[Tensor, Tensor]] | None = None
 
@@ -114,12 +117,18 @@ class NALoRAController:
             accumulate=plan.engine.accumulate,
             is_adapted_pass=lambda: not layers[0].disable_adapters,
         )
-        observer.gradient_is_gone = lambda: all(b.grad is None for b in self._controlled.trained(layers[0]))
+        observer.gradient_is_gone = lambda: self._gradients_are_gone(layers[0])
         observer.parameters_were_replaced = lambda: self._controlled.were_replaced(layers[0])
         observer.applied = lambda: self._decisions is not None
         observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
         return observer
+
+    def _gradients_are_gone(self, layer: nn.Module) -> bool:
+        # DeepSpeed keeps them elsewhere.
+        if zero.is_deepspeed(self._optimizer):
+            return False
+        return all(b.grad is None for b in self._controlled.trained(layer))
 
     def _look_at_parameters(self) -> None:
         """See which adapters are active, who shares them, and when a backward pass reaches them."""
@@ -181,10 +190,16 @@ class NALoRAController:
             refusals.if_layers_are_gone(self.model, self.plan)
         self._decisions = [group.decide(self.config, self._ranks) for group in self._groups]
         if self.config.apply_to == "gradient":
-            multiply_gradients(self._controls())
+            multiply = zero.multiply_gradients if zero.is_deepspeed(self._optimizer) else multiply_gradients
+            multiply(self._controls())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied."""
+        """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied.
+
+        Raises:
+            NALoRAError: DeepSpeed, which clips in its own step.
+        """
+        refusals.if_clipped_elsewhere(self._optimizer)
         self.apply()
         return clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
@@ -199,7 +214,9 @@ class NALoRAController:
         Raises:
             NALoRAError: an optimizer that cannot be acted around, or one that does not hold the LoRA parameters.
         """
-        optimizer = refusals.unless_torch_optimizer(optimizer)
+        optimizer = refusals.unless_known_optimizer(optimizer)
+        if zero.is_deepspeed(optimizer):
+            zero.refuse_unusable(optimizer, self.config)
         refusals.if_parameters_are_missing(self.model, self.plan, optimizer)
         if optimizer is self._optimizer:
             self._look_at_parameters()
@@ -207,6 +224,10 @@ class NALoRAController:
         self._unbind()
         self._look_at_parameters()
         self._optimizer = optimizer
+        if zero.is_deepspeed(optimizer):
+            steps = zero.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
+            self._let_go_of_optimizer = steps
+            return
         self._let_go_of_optimizer = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
@@ -246,13 +267,15 @@ class NALoRAController:
             self._before = controls, snapshot(controls)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._leave_step(None if found_inf is None else found_inf == 0)
+
+    def _leave_step(self, happened: Tensor | None = None) -> None:
         if self._decisions is None:
             return
         if self._before is not None:
             multiply_updates(*self._before)
-        # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
-        found_inf = getattr(optimizer, "found_inf", None)
-        happened = None if found_inf is None else found_inf == 0
         for group, decision in zip(self._groups, self._decisions, strict=True):
             group.commit(decision, happened)
         self._open_window()
@@ -329,21 +352,6 @@ def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, t
         kinds.setdefault(kind, []).append(plan.block.name)
     groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
     return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, so that block names stay the same."""
-    while True:
-        if _is_ddp(model):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _is_ddp(model: nn.Module) -> TypeGuard[nn.parallel.DistributedDataParallel]:
-    return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
 def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from nalora import zero
 from nalora.controlled import parts
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
@@ -98,17 +99,18 @@ def if_tensor_parallel(model: nn.Module, plan: Plan) -> None:
                     )
 
 
-def unless_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or a refusal."""
-    origin = type(optimizer).__module__.partition(".")[0]
-    if origin == "accelerate":
-        return unless_torch_optimizer(optimizer.optimizer)
-    if origin == "deepspeed" or not isinstance(optimizer, Optimizer):
+def unless_known_optimizer(optimizer: Any) -> Any:
+    """The torch or DeepSpeed optimizer inside Accelerate's wrapper, or a refusal."""
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        return unless_known_optimizer(optimizer.optimizer)
+    if zero.is_deepspeed(optimizer):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
         raise NALoRAError(
             "attach(optimizer=…)",
             found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer; DeepSpeed steps its own master copy of the parameters",
-            fix="train with DDP, or without DeepSpeed",
+            expected="a torch.optim.Optimizer, or DeepSpeed's ZeRO-1 or 2",
+            fix="hand over the optimizer that steps the LoRA parameters",
         )
     if "schedulefree" in type(optimizer).__module__:
         raise NALoRAError(
@@ -127,9 +129,23 @@ def unless_torch_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def if_clipped_elsewhere(optimizer: Any) -> None:
+    """Refuse to clip what DeepSpeed clips in its own step, after the control."""
+    if zero.is_deepspeed(optimizer):
+        raise NALoRAError(
+            "clip_grad_norm_",
+            found="gradients that DeepSpeed keeps and clips itself",
+            expected="gradient_clipping in DeepSpeed's configuration; the control acts before it",
+            fix="leave clip_grad_norm_ out of the loop",
+        )
+
+
 def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer) -> None:
     """Refuse an optimizer that does not hold every controlled LoRA parameter."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if zero.is_deepspeed(optimizer):
+        held = {id(parameter) for parameter in zero.trained_parameters(optimizer)}
+    else:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for each in plan.blocks:
         for parameter, _ in parts(each):

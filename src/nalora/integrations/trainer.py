@@ -52,12 +52,18 @@ def attach_trainer(
 def _refuse_unusable(trainer: Trainer) -> None:
     """Name what would leave the controller on parameters that nobody trains."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None)
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     refusals = (
         (
-            trainer.is_deepspeed_enabled,
-            "a Trainer that runs DeepSpeed, which steps inside backward and keeps its own parameters",
-            "launch without a DeepSpeed configuration",
+            trainer.is_deepspeed_enabled and stage not in (1, 2),
+            f"a Trainer that runs DeepSpeed with ZeRO stage {stage}",
+            "set zero_optimization.stage to 1 or 2, or launch with DDP or FSDP2",
+        ),
+        (
+            trainer.is_deepspeed_enabled and trainer.args.gradient_accumulation_steps > 1,
+            "a Trainer that runs DeepSpeed with gradient accumulation",
+            "set gradient_accumulation_steps to 1, or launch with DDP or FSDP2",
         ),
         (
             trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1,
@@ -90,7 +96,7 @@ def _refuse_unusable(trainer: Trainer) -> None:
             raise NALoRAError(
                 f"attach_trainer({type(trainer).__name__})",
                 found=found,
-                expected="one model, stepped by one torch optimizer: one device, DDP or FSDP2",
+                expected="one model, stepped by one optimizer: one device, DDP, FSDP2, DeepSpeed's ZeRO-1 or 2",
                 fix=fix,
             )
 
@@ -133,7 +139,9 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             self.controller.settle()
 
     def _apply(self, *_: Any, **__: Any) -> None:
-        self.controller.apply()
+        # DeepSpeed's engine has clipped and stepped inside backward; the control was there before it.
+        if not self.trainer.is_deepspeed_enabled:
+            self.controller.apply()
 
     def _add_metrics(self, logs: dict[str, float], *_: Any, **__: Any) -> None:
         # Only the training loss's own lines: evaluation and the closing summary say nothing about gates.
