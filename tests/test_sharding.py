@@ -15,6 +15,7 @@ from test_blocks import architecture, dense_gpt_oss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalora
 from nalora import NALoRAConfig
@@ -120,3 +121,27 @@ def test_statistics_are_added_over_the_whole_mesh_and_no_further(mesh, names, ex
         fully_shard(model, mesh=devices[names] if names else devices)
         group = sharing_processes(model.named_parameters())
         assert (None if group is None else dist.get_process_group_ranks(group)) == expected
+
+
+@pytest.mark.parametrize("space", ["gradient", "update"])
+def test_nothing_waits_for_the_device(space):
+    """Deciding, multiplying and clipping shards asks the host for no value."""
+    waiting = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+
+    class NoWaiting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func not in waiting, func
+            return func(*args, **(kwargs or {}))
+
+    with rank_of(1, 3):
+        model = tiny.llama(torch.float32)
+        fully_shard(model)
+        trained = tiny.trainable(model)
+        controller = nalora.attach(model, torch.optim.SGD(trained, lr=0.1), NALoRAConfig(apply_to=space))
+        for each in trained:
+            each.grad = torch.ones_like(each)
+        with NoWaiting():
+            norm = controller.clip_grad_norm_(1.0)
+            controller._enter_step()
+            controller._leave_step()
+        assert type(norm) is torch.Tensor

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -20,13 +18,13 @@ from nalora.blocks import Discovery, find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.controlled import ControlledParameters
-from nalora.decision import BlockGroup, Decision
+from nalora.decision import Decision, group_blocks
 from nalora.errors import NALoRAError
-from nalora.following import follow
 from nalora.metrics import measure
 from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
 from nalora.sharding import clip_grad_norm_, sharing_processes
+from nalora.stepping import follow_steps
 from nalora.tokens import watch_masks
 from nalora.wrapping import ranks_of, unwrapped
 
@@ -83,7 +81,7 @@ class NALoRAController:
         if fused := kernels.startswith("fused"):
             refusals.if_kernels_cannot_run(self.plan)
 
-        self._groups, self._places = _group(self.plan.blocks)
+        self._groups, self._places = group_blocks(self.plan.blocks)
         self._optimizer: Optimizer | None = None
         self._let_go_of_optimizer: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
@@ -143,8 +141,7 @@ class NALoRAController:
                 for b in self._controlled.trained(projection.module):
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
-                        hook = functools.partial(_gradient_arrived, weakref.ref(observer))
-                        self._undo.append(b.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+                        self._undo.append(observer.watch(b).remove)
 
     def note_replay(self) -> None:
         """Take a pass as seen that a CUDA graph has replayed: its sums are there, but no Python hook ran."""
@@ -163,7 +160,7 @@ class NALoRAController:
         state = self.state_dict()
         found = Discovery(tuple(each.block for each in self.plan.blocks), self.plan.refused, self.plan.others)
         self.plan = make_plan(found, self.config, self._kernels)
-        self._groups, self._places = _group(self.plan.blocks)
+        self._groups, self._places = group_blocks(self.plan.blocks)
         self._controlled = ControlledParameters(self.plan.blocks, self._groups)
         for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
             group, index = self._places[plan.block.name]
@@ -225,14 +222,10 @@ class NALoRAController:
         self._look_at_parameters()
         self._optimizer = optimizer
         if zero.is_deepspeed(optimizer):
-            steps = zero.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
-            self._let_go_of_optimizer = steps
-            return
-        self._let_go_of_optimizer = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-            follow(optimizer, "zero_grad", after=self._gradients_zeroed),
-        ]
+            undo = zero.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
+        else:
+            undo = follow_steps(optimizer, self._enter_step, self._leave_step, self._gradients_zeroed)
+        self._let_go_of_optimizer = undo
         if self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower():
             _tell_once(_ADAM_NOTICE)
 
@@ -242,34 +235,11 @@ class NALoRAController:
         self._let_go_of_optimizer = []
         self._optimizer = None
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch hands the hook the optimizer itself as args[0].
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._enter_step()
-            return None
-
-        # The closure computes the gradients inside the step: the control follows it there.
-        def then_control() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._enter_step()
-            return loss
-
-        return (args[:1], {**kwargs, "closure": then_control})
-
     def _enter_step(self) -> None:
         self.apply()
         if self.config.apply_to == "update":
             controls = self._controls()
             self._before = controls, snapshot(controls)
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
-        found_inf = getattr(optimizer, "found_inf", None)
-        self._leave_step(None if found_inf is None else found_inf == 0)
 
     def _leave_step(self, happened: Tensor | None = None) -> None:
         if self._decisions is None:
@@ -341,23 +311,6 @@ class NALoRAController:
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Have `undo` run when the controller is detached."""
         self._undo.append(undo)
-
-
-def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
-    """Stack the blocks that can be decided together; where each one went."""
-    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
-    for plan in blocks:
-        device, dtype = plan.block.statistics_kind
-        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
-        kinds.setdefault(kind, []).append(plan.block.name)
-    groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
-    return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
-
-
-def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
-    """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
-    if (alive := observer()) is not None:
-        alive.gradient_arrived = True
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nalora import equations, processes
 from nalora.config import NALoRAConfig
+from nalora.plan import BlockPlan
 from nalora.statistics import Sums
 
 
@@ -147,3 +148,14 @@ class BlockGroup:
         counts = torch.cat([regimes, tokens[:, None]], dim=1)
         processes.add_up_in(ranks, sensitivity, counts)
         return sensitivity, counts[:, :3], counts[:, 3]
+
+
+def group_blocks(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
+    """Stack the blocks that can be decided together; where each one went."""
+    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
+    for plan in blocks:
+        device, dtype = plan.block.statistics_kind
+        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
+        kinds.setdefault(kind, []).append(plan.block.name)
+    groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
+    return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,6 +84,12 @@ class GateObserver:
         if self.with_up and up is not None and not self.block.fused:
             handles.append(up.module.register_forward_hook(_Hook(self, "up")))
         return handles
+
+    def watch(self, parameter: nn.Parameter) -> RemovableHandle:
+        """Learn when a backward pass reaches a parameter of the block."""
+        hook = functools.partial(_gradient_arrived, weakref.ref(self))
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
 
     def see(self, role: str, output: Tensor) -> None:
         """Take the output of the gate (or up) layer; with both at hand where both are needed, count the tokens."""
@@ -178,6 +185,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dead_hook, ()
+
+
+def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
+    """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
+    if (alive := observer()) is not None:
+        alive.gradient_arrived = True
 
 
 def is_observed(module: nn.Module) -> bool:
