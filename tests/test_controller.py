@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import weakref
@@ -275,3 +276,33 @@ def test_a_model_that_nobody_holds_is_freed_with_its_controller(apply_to):
     del model, optimizer, controller
     gc.collect()
     assert gone() is None
+
+
+def test_settle_moves_the_statistics_to_where_the_adapters_are_now():
+    """Cast in the middle of training, the averages go on in the new precision, as if they had been loaded there."""
+
+    def train(model, controller, seeds):
+        for seed in seeds:
+            tiny.sum_loss(model, tiny.tokens(seed=seed)).backward()
+            controller._optimizer.step()
+            controller._optimizer.zero_grad()
+
+    model = tiny.llama(torch.float64)
+    optimizer = SGD(tiny.trainable(model), lr=0.1)
+    controller = nalora.attach(model, optimizer)
+    train(model, controller, range(2))
+    state = controller.state_dict()
+    other = copy.deepcopy(model).float()
+    expected = nalora.attach(other, SGD(tiny.trainable(other), lr=0.1))
+    expected.load_state_dict(state)
+
+    model.float()
+    controller.settle()
+    train(model, controller, range(2, 5))
+    train(other, expected, range(2, 5))
+    assert {group.mask.dtype for group in controller._groups} == {torch.float32}
+    for one, found in zip(expected._groups, controller._groups, strict=True):
+        assert torch.equal(one.mask, found.mask)
+        assert torch.equal(one.updates, found.updates)
+    for key, value in tiny.adapter_state(other).items():
+        assert torch.equal(tiny.adapter_state(model)[key], value)

@@ -161,14 +161,30 @@ def test_two_controllers_on_one_model_are_refused():
         attached(model, optimizer)
 
 
-def test_foreign_optimizers_are_refused_by_name():
-    class DeepSpeedZeroOptimizer:
-        pass
-
-    DeepSpeedZeroOptimizer.__module__ = "deepspeed.runtime.zero.stage_1_and_2"
+@pytest.mark.parametrize(
+    ("kind", "settings", "config", "named"),
+    [
+        ("DeepSpeedZeroOptimizer_Stage3", {}, {}, "DeepSpeedZeroOptimizer_Stage3"),
+        ("BF16_Optimizer", {}, {}, "BF16_Optimizer"),
+        ("DeepSpeedZeroOptimizer", {}, {"apply_to": "update"}, "master copy"),
+        ("DeepSpeedZeroOptimizer", {"cpu_offload": True}, {}, "offload_optimizer"),
+        ("DeepSpeedZeroOptimizer", {"gradient_accumulation_steps": 2}, {}, "gradient_accumulation_steps > 1"),
+    ],
+)
+def test_deepspeed_is_refused_by_name_where_the_control_would_be_lost(kind, settings, config, named):
+    """What works is in integrations/test_deepspeed.py, which needs DeepSpeed."""
+    given = {"cpu_offload": False, "gradient_accumulation_steps": 1} | settings
+    optimizer = type(kind, (), given | {"__module__": "deepspeed.runtime"})()
     model = tiny.llama()
-    with pytest.raises(NALoRAError, match=r"deepspeed\.runtime.*master copy"):
-        nalora.attach(model, DeepSpeedZeroOptimizer())
+    with pytest.raises(NALoRAError, match=named):
+        nalora.attach(model, optimizer, NALoRAConfig(**config))
+    _leaves_no_trace(model)
+
+
+def test_foreign_optimizers_are_refused_by_name():
+    model = tiny.llama()
+    with pytest.raises(NALoRAError, match=r"builtins\.object.*torch\.optim\.Optimizer"):
+        nalora.attach(model, object())
     _leaves_no_trace(model)
 
 
@@ -323,7 +339,7 @@ def test_observing_deciding_and_applying_never_wait_for_the_device(monkeypatch):
     for apply_to in ("gradient", "update"):
         for importance in ("derivative", "utility"):
             settings = dict(apply_to=apply_to, importance=importance, preserve_mean=True)
-            model, optimizer, controller = attached(**settings)
+            model, _, controller = attached(**settings)
             mask = torch.ones(4, 12, dtype=torch.long)
             mask[0, 5:] = 0
             tiny.sum_loss(model, tiny.tokens(), mask).backward()
@@ -332,7 +348,7 @@ def test_observing_deciding_and_applying_never_wait_for_the_device(monkeypatch):
                     z = torch.randn(4, 12, 56, dtype=torch.float64)
                     observer.count(z, z if importance == "utility" else None, mask.bool(), observer.sums)
                 controller._enter_step()
-                controller._after_step(optimizer, (), {})
+                controller._leave_step()
 
 
 @pytest.mark.parametrize("importance", ["derivative", "utility"])

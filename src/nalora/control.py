@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.decision import BlockGroup, Decision
+from nalora.sharding import local
 
 
 class BlockFactors(NamedTuple):
@@ -35,7 +36,10 @@ class BlockFactors(NamedTuple):
 
 
 class Control(NamedTuple):
-    """Parameters of one shape and what their gradients or updates are multiplied by, broadcast over [n, *shape]."""
+    """Parameters of one shape and what their gradients or updates are multiplied by, broadcast over [n, *shape].
+
+    Of parameters that processes share (FSDP2) the shape and the factors are those of this process's part.
+    """
 
     parameters: list[nn.Parameter]
     factors: Tensor
@@ -46,7 +50,7 @@ class Control(NamedTuple):
         Written out once for all blocks, they let a foreach operation run as one kernel. Broadcast, it would launch
         one for every parameter: 192 in place of about 20 for a Llama of 32 layers.
         """
-        full = self.factors.expand(-1, *self.parameters[0].shape).contiguous().unbind()
+        full = self.factors.expand(-1, *local(self.parameters[0]).shape).contiguous().unbind()
         if len(parameters) == len(self.parameters):
             return list(full)
         wanted = set(parameters)
@@ -59,7 +63,7 @@ def multiply_gradients(controls: list[Control]) -> None:
     for control in controls:
         learning = [each for each in control.parameters if each.grad is not None]
         if learning:
-            gradients = tuple(each.grad for each in learning if each.grad is not None)
+            gradients = tuple(local(each.grad) for each in learning if each.grad is not None)
             torch._foreach_mul_(gradients, tuple(control.spelt_out(learning)))
 
 
@@ -67,9 +71,10 @@ def multiply_gradients(controls: list[Control]) -> None:
 def snapshot(controls: list[Control]) -> dict[Tensor, Tensor]:
     """A copy of every parameter that learns, for `multiply_updates`."""
     parameters: list[Tensor] = [each for control in controls for each in control.parameters if each.requires_grad]
-    copies = [torch.empty_like(each) for each in parameters]
+    now = [local(each) for each in parameters]
+    copies = [torch.empty_like(each) for each in now]
     if copies:
-        torch._foreach_copy_(copies, parameters)
+        torch._foreach_copy_(copies, now)
     return dict(zip(parameters, copies, strict=True))
 
 
@@ -83,5 +88,6 @@ def multiply_updates(controls: list[Control], before: dict[Tensor, Tensor]) -> N
         dtype = torch.promote_types(learning[0].dtype, torch.float32)
         moved = [before[each].to(dtype) for each in learning]
         factors = [each.to(dtype) for each in control.spelt_out(learning)]
-        torch._foreach_lerp_(moved, [each.to(dtype) for each in learning], factors)
-        torch._foreach_copy_(list[Tensor](learning), moved)
+        now = [local(each) for each in learning]
+        torch._foreach_lerp_(moved, [each.to(dtype) for each in now], factors)
+        torch._foreach_copy_(now, moved)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import torch.distributed as dist
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora import checkpoint, refusals
-from nalora.blocks import find_blocks
+from nalora import checkpoint, refusals, zero
+from nalora.blocks import Discovery, find_blocks
 from nalora.config import NALoRAConfig
 from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
-from nalora.controlled import ControlledParameters, lora_parameters
-from nalora.decision import BlockGroup, Decision
+from nalora.controlled import ControlledParameters
+from nalora.decision import Decision, group_blocks
 from nalora.errors import NALoRAError
-from nalora.following import follow
 from nalora.metrics import measure
 from nalora.observer import GateObserver
 from nalora.plan import BlockPlan, Plan, make_plan
+from nalora.sharding import clip_grad_norm_, sharing_processes
+from nalora.stepping import follow_steps
 from nalora.tokens import watch_masks
+from nalora.wrapping import ranks_of, unwrapped
 
 Kernels = Literal["auto", "off", "fused", "fused-activation"]
 
@@ -44,8 +45,9 @@ def attach(
     `controller.clip_grad_norm_` in place of torch's, or `controller.apply()` before it.
 
     Args:
-        model: any model with PEFT LoRA layers.
-        optimizer: the torch optimizer that steps them; Accelerate's wrapper is looked through.
+        model: any model with PEFT LoRA layers; sharded by FSDP2's `fully_shard`, wrapped by DDP or by DeepSpeed's
+            engine before this.
+        optimizer: the torch optimizer that steps them, or DeepSpeed's; Accelerate's wrapper is looked through.
         config: the settings; the paper's by default.
         kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` takes the reference; both leave the model's
             arithmetic alone. ``"fused"`` also computes FFNs and LoRA layers as single functions on a GPU,
@@ -54,6 +56,7 @@ def attach(
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
     """
+    zero.refuse_engine_without_zero(model, optimizer)
     controller = NALoRAController(model, config, kernels=kernels)
     try:
         controller.bind(optimizer)
@@ -68,26 +71,31 @@ class NALoRAController:
 
     def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
         self.config = config or NALoRAConfig()
-        self.model = _unwrapped(model)
+        self.model = unwrapped(model)
+        self._kernels = kernels
         refusals.if_kernels_are_unknown(kernels)
+        refusals.if_flattened(self.model)
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
-        refusals.if_watched_or_sharded(self.plan)
+        refusals.if_watched(self.plan)
+        refusals.if_tensor_parallel(self.model, self.plan)
         if fused := kernels.startswith("fused"):
             refusals.if_kernels_cannot_run(self.plan)
 
-        self._groups, self._places = _group(self.plan.blocks)
+        self._groups, self._places = group_blocks(self.plan.blocks)
         self._optimizer: Optimizer | None = None
         self._let_go_of_optimizer: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._decisions: list[Decision] | None = None
         self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        self._given_ranks = ranks_of(model)
+        self._ranks: dist.ProcessGroup | None = None
         self._before: tuple[list[Control], dict[Tensor, Tensor]] | None = None
 
         masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
         self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
         self._watched_gradients: set[nn.Parameter] = set()
-        self._watch_gradients()
+        self._look_at_parameters()
         if fused:
             from nalora.fused.install import fuse
 
@@ -107,29 +115,59 @@ class NALoRAController:
             accumulate=plan.engine.accumulate,
             is_adapted_pass=lambda: not layers[0].disable_adapters,
         )
-        observer.gradient_is_gone = lambda: all(b.grad is None for _, b in lora_parameters(layers[0]))
+        observer.gradient_is_gone = lambda: self._gradients_are_gone(layers[0])
+        observer.parameters_were_replaced = lambda: self._controlled.were_replaced(layers[0])
         observer.applied = lambda: self._decisions is not None
         observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
         return observer
 
-    def _watch_gradients(self) -> None:
-        """Learn when a backward pass reaches a block, also for adapters that became active later."""
+    def _gradients_are_gone(self, layer: nn.Module) -> bool:
+        # DeepSpeed keeps them elsewhere.
+        if zero.is_deepspeed(self._optimizer):
+            return False
+        return all(b.grad is None for b in self._controlled.trained(layer))
+
+    def _look_at_parameters(self) -> None:
+        """See which adapters are active, who shares them, and when a backward pass reaches them."""
         if not self._controlled.refresh():
             return
+        refusals.if_tensor_parallel(self.model, self.plan)
+        if self._optimizer is not None:
+            refusals.if_parameters_are_missing(self.model, self.plan, self._optimizer)
+        self._ranks = self._given_ranks or sharing_processes(self._controlled.named())
         for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
             for projection in plan.block.projections.values():
-                for _, b in lora_parameters(projection.module):
+                for b in self._controlled.trained(projection.module):
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
-                        hook = functools.partial(_gradient_arrived, weakref.ref(observer))
-                        self._undo.append(b.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+                        self._undo.append(observer.watch(b).remove)
 
     def note_replay(self) -> None:
         """Take a pass as seen that a CUDA graph has replayed: its sums are there, but no Python hook ran."""
         for observer in self._observers:
             if not observer.calls:
                 observer.calls, observer.gradient_arrived = 1, True
+
+    def settle(self) -> None:
+        """Keep the statistics where the adapters are now, the averages as they were.
+
+        For a model that is moved or cast after `attach`, as Accelerate does with FSDP2 when training starts.
+        """
+        now = [each.block.statistics_kind for each in self.plan.blocks]
+        if now == [self._places[each.block.name][0].kind for each in self.plan.blocks]:
+            return
+        state = self.state_dict()
+        found = Discovery(tuple(each.block for each in self.plan.blocks), self.plan.refused, self.plan.others)
+        self.plan = make_plan(found, self.config, self._kernels)
+        self._groups, self._places = group_blocks(self.plan.blocks)
+        self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
+            group, index = self._places[plan.block.name]
+            observer.sums, observer.accumulate = group.sums(index), plan.engine.accumulate
+        # A model without weights yet has no averages either.
+        if not any(each.is_meta for each in state["tensors"].values()):
+            self.load_state_dict(state)
 
     # ---- decide and apply ----------------------------------------------------------------------------------------
 
@@ -143,18 +181,24 @@ class NALoRAController:
         """
         if self._decisions is not None:
             return
-        self._watch_gradients()
+        self._look_at_parameters()
         refusals.unless_gates_were_observed(self._observers)
         if not any(observer.calls for observer in self._observers):
             refusals.if_layers_are_gone(self.model, self.plan)
-        self._decisions = [group.decide(self.config) for group in self._groups]
+        self._decisions = [group.decide(self.config, self._ranks) for group in self._groups]
         if self.config.apply_to == "gradient":
-            multiply_gradients(self._controls())
+            multiply = zero.multiply_gradients if zero.is_deepspeed(self._optimizer) else multiply_gradients
+            multiply(self._controls())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied."""
+        """`torch.nn.utils.clip_grad_norm_` over the optimizer's parameters, after the control was applied.
+
+        Raises:
+            NALoRAError: DeepSpeed, which clips in its own step.
+        """
+        refusals.if_clipped_elsewhere(self._optimizer)
         self.apply()
-        return nn.utils.clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
+        return clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
     def _controls(self) -> list[Control]:
         return self._controlled.controls(self._decisions or [], self.config.preserve_mean)
@@ -167,17 +211,21 @@ class NALoRAController:
         Raises:
             NALoRAError: an optimizer that cannot be acted around, or one that does not hold the LoRA parameters.
         """
-        optimizer = refusals.unless_torch_optimizer(optimizer)
-        if optimizer is self._optimizer:
-            return
+        optimizer = refusals.unless_known_optimizer(optimizer)
+        if zero.is_deepspeed(optimizer):
+            zero.refuse_unusable(optimizer, self.config)
         refusals.if_parameters_are_missing(self.model, self.plan, optimizer)
+        if optimizer is self._optimizer:
+            self._look_at_parameters()
+            return
         self._unbind()
+        self._look_at_parameters()
         self._optimizer = optimizer
-        self._let_go_of_optimizer = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-            follow(optimizer, "zero_grad", after=self._gradients_zeroed),
-        ]
+        if zero.is_deepspeed(optimizer):
+            undo = zero.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
+        else:
+            undo = follow_steps(optimizer, self._enter_step, self._leave_step, self._gradients_zeroed)
+        self._let_go_of_optimizer = undo
         if self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower():
             _tell_once(_ADAM_NOTICE)
 
@@ -187,38 +235,17 @@ class NALoRAController:
         self._let_go_of_optimizer = []
         self._optimizer = None
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch hands the hook the optimizer itself as args[0].
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._enter_step()
-            return None
-
-        # The closure computes the gradients inside the step: the control follows it there.
-        def then_control() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._enter_step()
-            return loss
-
-        return (args[:1], {**kwargs, "closure": then_control})
-
     def _enter_step(self) -> None:
         self.apply()
         if self.config.apply_to == "update":
             controls = self._controls()
             self._before = controls, snapshot(controls)
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leave_step(self, happened: Tensor | None = None) -> None:
         if self._decisions is None:
             return
         if self._before is not None:
             multiply_updates(*self._before)
-        # Fused optimizers run their step on an fp16 overflow too and skip it on the device.
-        found_inf = getattr(optimizer, "found_inf", None)
-        happened = None if found_inf is None else found_inf == 0
         for group, decision in zip(self._groups, self._decisions, strict=True):
             group.commit(decision, happened)
         self._open_window()
@@ -284,34 +311,6 @@ class NALoRAController:
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Have `undo` run when the controller is detached."""
         self._undo.append(undo)
-
-
-def _group(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
-    """Stack the blocks that can be decided together; where each one went."""
-    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
-    for plan in blocks:
-        device, dtype = plan.block.statistics_kind
-        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
-        kinds.setdefault(kind, []).append(plan.block.name)
-    groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
-    return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, so that block names stay the same."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
-    """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
-    if (alive := observer()) is not None:
-        alive.gradient_arrived = True
 
 
 @functools.cache

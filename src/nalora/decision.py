@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nalora import equations
+from nalora import equations, processes
 from nalora.config import NALoRAConfig
+from nalora.plan import BlockPlan
 from nalora.statistics import Sums
 
 
@@ -49,7 +50,7 @@ class BlockGroup:
         mask_acts: bool = True,
         scaling_acts: bool = True,
     ) -> None:
-        self.names, self.width = names, width
+        self.names, self.width, self.kind = names, width, (device, dtype)
         self.mask_acts, self.scaling_acts = mask_acts, scaling_acts
         n = len(names)
         self.stacked = Sums.zeros(n, width, dtype, device)
@@ -79,9 +80,9 @@ class BlockGroup:
         self.stacked.clear()
 
     @torch.no_grad()
-    def decide(self, config: NALoRAConfig) -> Decision:
-        """The next mask and step scales (eq. mask_soft to scale_ema), over all ranks' tokens."""
-        sensitivity, regimes, tokens = self._over_ranks()
+    def decide(self, config: NALoRAConfig, ranks: dist.ProcessGroup | None = None) -> Decision:
+        """The next mask and step scales (eq. mask_soft to scale_ema), over the tokens of all data-parallel ranks."""
+        sensitivity, regimes, tokens = self._over(ranks)
         k_eff = equations.channel_score(sensitivity, tokens)
         valid = (tokens > 0) & torch.isfinite(k_eff.sum(-1))
         if config.mask_channels == "shuffled":
@@ -141,12 +142,20 @@ class BlockGroup:
         self.updates += taken
         self.skipped += everywhere & ~decision.valid
 
-    def _over_ranks(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _over(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all data-parallel ranks, so that every rank decides the same."""
         sensitivity, regimes, tokens = self.stacked.totals()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            counts = torch.cat([regimes, tokens[:, None]], dim=1)
-            dist.all_reduce(sensitivity)
-            dist.all_reduce(counts)
-            regimes, tokens = counts[:, :3], counts[:, 3]
-        return sensitivity, regimes, tokens
+        counts = torch.cat([regimes, tokens[:, None]], dim=1)
+        processes.add_up_in(ranks, sensitivity, counts)
+        return sensitivity, counts[:, :3], counts[:, 3]
+
+
+def group_blocks(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
+    """Stack the blocks that can be decided together; where each one went."""
+    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
+    for plan in blocks:
+        device, dtype = plan.block.statistics_kind
+        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
+        kinds.setdefault(kind, []).append(plan.block.name)
+    groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
+    return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from nalora.blocks import FFNBlock
 from nalora.errors import NALoRAError
 from nalora.following import dead_hook
+from nalora.replica import feature_sizes
+from nalora.sharding import is_sharded
 from nalora.statistics import Accumulate, Sums
 from nalora.tokens import TokenMask
 
@@ -43,10 +46,12 @@ class GateObserver:
         self.with_up, self.accumulate = with_up, accumulate
         self.is_adapted_pass = is_adapted_pass
         self.gradient_is_gone: Callable[[], bool] = lambda: False
+        self.parameters_were_replaced: Callable[[], bool] = lambda: False
         self.applied: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = self.discard_window
         self.waiting: Tensor | None = None
         self.looking = True
+        self._sizes = {role: sizes[1] for role, p in block.projections.items() if (sizes := feature_sizes(p.module))}
         self.open_window()
         self.key = next(_keys)
         _observers[self.key] = self
@@ -80,8 +85,23 @@ class GateObserver:
             handles.append(up.module.register_forward_hook(_Hook(self, "up")))
         return handles
 
+    def watch(self, parameter: nn.Parameter) -> RemovableHandle:
+        """Learn when a backward pass reaches a parameter of the block."""
+        hook = functools.partial(_gradient_arrived, weakref.ref(self))
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return handle
+
     def see(self, role: str, output: Tensor) -> None:
         """Take the output of the gate (or up) layer; with both at hand where both are needed, count the tokens."""
+        if is_sharded(output) or output.shape[-1] != self._sizes[role]:
+            raise NALoRAError(
+                self.block.projections[role].name,
+                found=f"an output that is a part of itself: {output.shape[-1]} of {self._sizes[role]} channels"
+                if not is_sharded(output)
+                else "an output that is shared by processes (DTensor)",
+                expected="every channel on every process: a quantile over a shard is another method",
+                fix="train without tensor parallelism: DDP, or FSDP2's fully_shard",
+            )
         output = output.detach()
         if not self.with_up or self.block.up is None:
             self._send(output[..., self.block.gate.rows], None)
@@ -138,6 +158,13 @@ class GateObserver:
                 expected="the device the model was on when the controller was attached",
                 fix="move the model first, then attach",
             )
+        if self.calls == 0 and self.parameters_were_replaced():
+            raise NALoRAError(
+                self.block.name,
+                found="other adapter parameters than the controller was attached to",
+                expected="the model sharded (fully_shard) or loaded first, then the optimizer, then attach",
+                fix="attach last, or call controller.bind(optimizer) with an optimizer of the new parameters",
+            )
         self._first_pass_learned |= not recomputing
         self.calls += 1
         return True
@@ -158,6 +185,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dead_hook, ()
+
+
+def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
+    """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
+    if (alive := observer()) is not None:
+        alive.gradient_arrived = True
 
 
 def is_observed(module: nn.Module) -> bool:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nalora.errors import NALoRAError
+
 
 def meet(device: str) -> None:
     """Let processes that were launched together (torchrun) talk from here on, each on its own GPU.
@@ -39,9 +41,29 @@ def add_up(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place; the tensor itself where there is only one."""
     if count() > 1 and not _talking():
         raise RuntimeError("these processes have not met: call nalora.processes.meet first")
-    if _talking() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
+    add_up_in(None, tensor)
     return tensor
+
+
+def add_up_in(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
+    """Sum each tensor over the processes of a group, in place; None: over all that talk to each other.
+
+    Raises:
+        NALoRAError: another process of the group has ended.
+    """
+    if not _talking() or dist.get_world_size(group) == 1:
+        return
+    try:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        raise NALoRAError(
+            f"process {dist.get_rank()} of {dist.get_world_size()}",
+            found=f"no answer from another process of this training: {str(error).splitlines()[0]}",
+            expected="every process at this step, to add up what its gates saw",
+            fix="look for the process that ended first (killed, out of memory, its own error), then resume from the"
+            " last checkpoint",
+        ) from error
 
 
 def _talking() -> bool:

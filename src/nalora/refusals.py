@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from nalora import zero
 from nalora.controlled import parts
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import Plan
+from nalora.sharding import is_data_parallel, is_offloaded, is_sharded
 
 
 def if_kernels_are_unknown(kernels: str) -> None:
@@ -44,8 +47,8 @@ def if_kernels_cannot_run(plan: Plan) -> None:
             )
 
 
-def if_watched_or_sharded(plan: Plan) -> None:
-    """Refuse layers that another controller watches or that are only a shard of themselves."""
+def if_watched(plan: Plan) -> None:
+    """Refuse layers that another controller watches."""
     for each in plan.blocks:
         for projection in each.block.projections.values():
             if is_observed(projection.module):
@@ -55,26 +58,59 @@ def if_watched_or_sharded(plan: Plan) -> None:
                     expected="one controller per model",
                     fix="call detach() on the first one",
                 )
-            if any(type(parameter.data).__name__ == "DTensor" for parameter in projection.module.parameters()):
-                raise NALoRAError(
-                    projection.name,
-                    found="parameters sharded over devices (DTensor: tensor parallel or FSDP2)",
-                    expected="whole parameters on each rank: a quantile over a shard is another method",
-                    fix="train with DDP or on one device",
-                )
 
 
-def unless_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper, or a refusal."""
-    origin = type(optimizer).__module__.partition(".")[0]
-    if origin == "accelerate":
-        return unless_torch_optimizer(optimizer.optimizer)
-    if origin == "deepspeed" or not isinstance(optimizer, Optimizer):
+def if_flattened(model: nn.Module) -> None:
+    """Refuse FSDP1, which keeps its parameters as slices of one flat tensor, whatever rows they cut through."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise NALoRAError(
+                name or type(model).__name__,
+                found="a module wrapped by FSDP1 (FullyShardedDataParallel), whose parameters are flattened",
+                expected="parameters sharded by whole rows",
+                fix="use FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Accelerate's configuration",
+            )
+
+
+def if_tensor_parallel(model: nn.Module, plan: Plan) -> None:
+    """Refuse sharded parameters that no `fully_shard` of this model gathers before a layer computes."""
+    # Not by name: a checkpointing wrapper gives layers other names.
+    gathered = {p for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    for each in plan.blocks:
+        for projection in each.block.projections.values():
+            for name, parameter in projection.module.named_parameters():
+                if not is_sharded(parameter):
+                    continue
+                where = f"{projection.name}.{name}"
+                if not (parameter in gathered and is_data_parallel(parameter)):
+                    raise NALoRAError(
+                        where,
+                        found=f"a parameter sharded for tensor parallelism ({type(parameter.data).__name__},"
+                        f" placed as {getattr(parameter, 'placements', ())})",
+                        expected="layers that compute all of their channels: a quantile over a shard is another method",
+                        fix="train with DDP or FSDP2 (fully_shard) alone, and hand attach the model that was sharded",
+                    )
+                if is_offloaded(parameter):
+                    raise NALoRAError(
+                        where,
+                        found="a parameter that FSDP2 offloads to the host (CPUOffloadPolicy)",
+                        expected="adapters on the device that computes the gates",
+                        fix="shard without CPU offload",
+                    )
+
+
+def unless_known_optimizer(optimizer: Any) -> Any:
+    """The torch or DeepSpeed optimizer inside Accelerate's wrapper, or a refusal."""
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        return unless_known_optimizer(optimizer.optimizer)
+    if zero.is_deepspeed(optimizer):
+        return optimizer
+    if not isinstance(optimizer, Optimizer):
         raise NALoRAError(
             "attach(optimizer=…)",
             found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer; DeepSpeed steps its own master copy of the parameters",
-            fix="train with DDP, or without DeepSpeed",
+            expected="a torch.optim.Optimizer, or DeepSpeed's ZeRO-1 or 2",
+            fix="hand over the optimizer that steps the LoRA parameters",
         )
     if "schedulefree" in type(optimizer).__module__:
         raise NALoRAError(
@@ -93,9 +129,23 @@ def unless_torch_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def if_clipped_elsewhere(optimizer: Any) -> None:
+    """Refuse to clip what DeepSpeed clips in its own step, after the control."""
+    if zero.is_deepspeed(optimizer):
+        raise NALoRAError(
+            "clip_grad_norm_",
+            found="gradients that DeepSpeed keeps and clips itself",
+            expected="gradient_clipping in DeepSpeed's configuration; the control acts before it",
+            fix="leave clip_grad_norm_ out of the loop",
+        )
+
+
 def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer) -> None:
     """Refuse an optimizer that does not hold every controlled LoRA parameter."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if zero.is_deepspeed(optimizer):
+        held = {id(parameter) for parameter in zero.trained_parameters(optimizer)}
+    else:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for each in plan.blocks:
         for parameter, _ in parts(each):
@@ -104,8 +154,8 @@ def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer
                     names[id(parameter)],
                     found=f"a trainable LoRA parameter that {type(optimizer).__name__} does not hold",
                     expected="every controlled LoRA parameter in the optimizer given to attach",
-                    fix="build the optimizer from the parameters of this model after adding the adapter, and do"
-                    " not step parameters inside backward",
+                    fix="build the optimizer from the parameters of this model after adding the adapter and after"
+                    " sharding it, and do not step parameters inside backward",
                 )
 
 
@@ -124,11 +174,11 @@ def unless_gates_were_observed(observers: Iterable[GateObserver]) -> None:
 
 def if_layers_are_gone(model: nn.Module, plan: Plan) -> None:
     """Refuse a step after which merged, unloaded or replaced layers would explain why nothing was observed."""
-    modules = dict(model.named_modules())
+    modules = set(model.modules())
     for each in plan.blocks:
         for projection in each.block.projections.values():
             merged = isinstance(projection.module, LoraLayer) and projection.module.merged
-            if merged or modules.get(projection.name) is not projection.module:
+            if merged or projection.module not in modules:
                 raise NALoRAError(
                     projection.name,
                     found="merged adapters" if merged else "a layer that was unloaded or replaced since attach",

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _TOKENS: Final = 4
 _SIGN_CODES: Final = 4
@@ -285,4 +286,7 @@ def _usable(tensor: Tensor | None, device: torch.device) -> Tensor | None:
         return tensor
     if tensor.is_meta:
         return torch.ones(tensor.shape, device=device)
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.full_tensor()
     return tensor.detach().to(device, torch.float32)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.optim import SGD, AdamW
 from transformers import (
@@ -618,11 +619,18 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(tmp_path):
 
 REFUSED = {
     "DeepSpeed": lambda trainer: setattr(trainer, "is_deepspeed_enabled", True),
-    "FSDP": lambda trainer: setattr(trainer, "is_fsdp_enabled", True),
+    "FSDP1": lambda trainer: run_fsdp(trainer, FullyShardedDataParallelPlugin(fsdp_version=1)),
+    "CPU offload": lambda trainer: run_fsdp(trainer, FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)),
     "DataParallel": lambda trainer: setattr(trainer.args, "_n_gpu", 2),
     "model_init": lambda trainer: setattr(trainer, "model_init", tiny.llama),
     "adalomo": lambda trainer: setattr(trainer.args, "optim", SimpleNamespace(value="adalomo")),
 }
+
+
+def run_fsdp(trainer, plugin):
+    """As a launch on several GPUs would have it; on the CPU Accelerate drops the plugin."""
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
 
 
 @pytest.mark.parametrize("name", REFUSED)

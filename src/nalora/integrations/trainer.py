@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
 
 from nalora.config import NALoRAConfig
@@ -49,17 +51,29 @@ def attach_trainer(
 
 def _refuse_unusable(trainer: Trainer) -> None:
     """Name what would leave the controller on parameters that nobody trains."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None)
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     refusals = (
         (
-            trainer.is_deepspeed_enabled,
-            "a Trainer that runs DeepSpeed, which steps inside backward and keeps its own parameters",
-            "launch without a DeepSpeed configuration",
+            trainer.is_deepspeed_enabled and stage not in (1, 2),
+            f"a Trainer that runs DeepSpeed with ZeRO stage {stage}",
+            "set zero_optimization.stage to 1 or 2, or launch with DDP or FSDP2",
         ),
         (
-            trainer.is_fsdp_enabled,
-            "a Trainer that runs FSDP, which shards the parameters when training starts",
-            "launch without an FSDP configuration",
+            trainer.is_deepspeed_enabled and trainer.args.gradient_accumulation_steps > 1,
+            "a Trainer that runs DeepSpeed with gradient accumulation",
+            "set gradient_accumulation_steps to 1, or launch with DDP or FSDP2",
+        ),
+        (
+            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1,
+            "a Trainer that runs FSDP1, which flattens parameters and cuts them anywhere",
+            "set fsdp_version: 2",
+        ),
+        (
+            trainer.is_fsdp_enabled and isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
+            "a Trainer that runs FSDP with CPU offload",
+            "launch without offloading: adapters are small",
         ),
         (
             trainer.args.n_gpu > 1,
@@ -82,7 +96,7 @@ def _refuse_unusable(trainer: Trainer) -> None:
             raise NALoRAError(
                 f"attach_trainer({type(trainer).__name__})",
                 found=found,
-                expected="one model, whole on each device, stepped by one torch optimizer: one device or DDP",
+                expected="one model, stepped by one optimizer: one device, DDP, FSDP2, DeepSpeed's ZeRO-1 or 2",
                 fix=fix,
             )
 
@@ -101,6 +115,8 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             # asks the accelerator for the norm that it logs.
             follow(trainer, "_clip_grad_norm", before=self._apply),
             follow(trainer.accelerator, "clip_grad_norm_", before=self._apply),
+            # FSDP2 shards there, on the device, before the trainer reads a checkpoint.
+            follow(trainer.accelerator, "prepare", after=self._settle),
             follow(trainer, "log", before=self._add_metrics),
             follow(trainer, "_save_optimizer_and_scheduler", after=self._save),
             follow(trainer, "_load_optimizer_and_scheduler", after=self._resume),
@@ -118,8 +134,14 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
         self.controller.bind(optimizer)
         self.controller._open_window()
 
+    def _settle(self, *prepared: Any, **_: Any) -> None:
+        if any(isinstance(each, nn.Module) for each in prepared):
+            self.controller.settle()
+
     def _apply(self, *_: Any, **__: Any) -> None:
-        self.controller.apply()
+        # DeepSpeed's engine has clipped and stepped inside backward; the control was there before it.
+        if not self.trainer.is_deepspeed_enabled:
+            self.controller.apply()
 
     def _add_metrics(self, logs: dict[str, float], *_: Any, **__: Any) -> None:
         # Only the training loss's own lines: evaluation and the closing summary say nothing about gates.

@@ -106,14 +106,14 @@ def multiples_of(model: nn.Module, factors: LoRAScaled) -> dict[nn.Parameter, fl
     Where gate and up are one layer, its A and B have the mean of both: a parameter has one learning rate.
     """
     from nalora.blocks import find_blocks
-    from nalora.controlled import lora_parameters
+    from nalora.controlled import active_adapters
 
     multiples: dict[nn.Parameter, float] = {}
     for block in find_blocks(model).blocks:
         found: dict[nn.Parameter, list[float]] = {}
         for name, projection in block.projections.items():
             scale = getattr(factors, f"{name}_scale")
-            for a, b in lora_parameters(projection.module):
+            for _, a, b in active_adapters(projection.module):
                 found.setdefault(a, []).append(scale)
                 found.setdefault(b, []).append(scale * (factors.mask_mean if name == "gate" else 1.0))
         multiples |= {parameter: sum(each) / len(each) for parameter, each in found.items()}
