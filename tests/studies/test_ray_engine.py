@@ -30,7 +30,7 @@ from nalora.studies.store import Store
 from nalora.studies.study import understand
 
 pytest.importorskip("ray")
-STEPS, SAVE_EVERY, LOST_AT = 60, 10, 15
+STEPS, SAVE_EVERY, LOST_AT = 40, 10, 15
 
 
 @pytest.fixture(scope="module")
