@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import peft
 import pytest
@@ -108,8 +109,11 @@ def test_a_folder_is_not_written_over(settings):
     with pytest.raises(nalora.NALoRAError, match="begun with other settings: rank"):
         train(check({**settings, "rank": 4}), resume=True)
     assert train(run, resume=True)["steps"] == 6
+    elsewhere = {**settings, "output": settings["output"] + "2"}
     with pytest.raises(nalora.NALoRAError, match="leave --resume out"):
-        train(check({**settings, "output": settings["output"] + "2"}), resume=True)
+        train(check(elsewhere), resume=True)
+    Path(settings["output"]).rename(elsewhere["output"])
+    assert train(check(elsewhere), resume=True)["steps"] == 6, "a run that was moved is the same run"
 
 
 def test_a_model_that_is_not_there(settings):

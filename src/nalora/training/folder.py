@@ -68,7 +68,9 @@ class RunFolder:
                     str(self.path), found="no run", expected="one to resume", fix="leave --resume out to start it"
                 )
             before = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-            changed = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
+            # A folder that was moved, or is called by another path, holds the same run.
+            names = {*before, *settings} - {"output"}
+            changed = sorted(name for name in names if before.get(name) != settings.get(name))
             if changed:
                 raise NALoRAError(
                     str(self.path),
