@@ -101,6 +101,24 @@ def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(settings, tmp_pa
         assert torch.equal(tensor, adapter(settings["output"])[name]), name
 
 
+def test_a_run_killed_after_its_last_step_does_not_do_one_more(settings, tmp_path):
+    settings |= {
+        "schedule": "constant",
+        "steps": 5,
+        "save_every": 2,
+    }  # ends within an epoch
+    whole = {**settings, "output": str(tmp_path / "whole")}
+    train(check(whole))
+    train(check(settings))
+    folder = RunFolder(settings["output"])
+    assert folder.latest_checkpoint().name == "checkpoint-5"
+    folder.result.unlink()
+    assert train(check(settings), resume=True)["steps"] == 5
+    assert metrics(settings["output"]) == metrics(whole["output"])
+    for name, tensor in adapter(whole["output"]).items():
+        assert torch.equal(tensor, adapter(settings["output"])[name]), name
+
+
 def test_a_folder_is_not_written_over(settings):
     run = check(settings)
     train(run)

@@ -15,6 +15,7 @@ result.json       what it came to; there only when the run is finished
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import sys
@@ -91,9 +92,10 @@ class RunFolder:
         whole_files.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         return None
 
-    def latest_checkpoint(self) -> Path | None:
-        """The last checkpoint that was written to its end; broken ones after it are removed."""
-        numbered = sorted(self.checkpoints.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    def latest_checkpoint(self, before: float = math.inf) -> Path | None:
+        """The last checkpoint, of a step before that, which was written to its end; broken ones are removed."""
+        steps = {path: int(path.name.rpartition("-")[2]) for path in self.checkpoints.glob("checkpoint-*")}
+        numbered = sorted((path for path, step in steps.items() if step < before), key=lambda path: steps[path])
         for checkpoint in reversed(numbered):
             if (checkpoint / COMPLETE).is_file():
                 return checkpoint
