@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import peft
 import pytest
@@ -100,6 +101,24 @@ def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(settings, tmp_pa
         assert torch.equal(tensor, adapter(settings["output"])[name]), name
 
 
+def test_a_run_killed_after_its_last_step_does_not_do_one_more(settings, tmp_path):
+    settings |= {
+        "schedule": "constant",
+        "steps": 5,
+        "save_every": 2,
+    }  # ends within an epoch
+    whole = {**settings, "output": str(tmp_path / "whole")}
+    train(check(whole))
+    train(check(settings))
+    folder = RunFolder(settings["output"])
+    assert folder.latest_checkpoint().name == "checkpoint-5"
+    folder.result.unlink()
+    assert train(check(settings), resume=True)["steps"] == 5
+    assert metrics(settings["output"]) == metrics(whole["output"])
+    for name, tensor in adapter(whole["output"]).items():
+        assert torch.equal(tensor, adapter(settings["output"])[name]), name
+
+
 def test_a_folder_is_not_written_over(settings):
     run = check(settings)
     train(run)
@@ -108,8 +127,11 @@ def test_a_folder_is_not_written_over(settings):
     with pytest.raises(nalora.NALoRAError, match="begun with other settings: rank"):
         train(check({**settings, "rank": 4}), resume=True)
     assert train(run, resume=True)["steps"] == 6
+    elsewhere = {**settings, "output": settings["output"] + "2"}
     with pytest.raises(nalora.NALoRAError, match="leave --resume out"):
-        train(check({**settings, "output": settings["output"] + "2"}), resume=True)
+        train(check(elsewhere), resume=True)
+    Path(settings["output"]).rename(elsewhere["output"])
+    assert train(check(elsewhere), resume=True)["steps"] == 6, "a run that was moved is the same run"
 
 
 def test_a_model_that_is_not_there(settings):

@@ -19,8 +19,17 @@ def study(
     ] = "local",
     workers: Annotated[int | None, typer.Option(min=1, help="local: runs at a time.")] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Runs that share one GPU.")] = 1,
-    address: Annotated[str | None, typer.Option(help="ray: a running cluster; one is started here without it.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="ray: a running cluster, host:port or auto; by default $RAY_ADDRESS, or one started here."),
+    ] = None,
     cpus: Annotated[float, typer.Option(min=0.1, help="ray: CPUs of one run.")] = 1.0,
+    gpus: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="ray: GPU of one run; by default as --per-gpu says, if the cluster has any."),
+    ] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="ray: GiB of one run; not counted by default.")] = None,
+    retries: Annotated[int, typer.Option(min=0, help="ray: starts of a run again after its worker was lost.")] = 3,
     store: Annotated[Path, typer.Option(help="The folder of all runs; a cluster's nodes must share it.")] = Path(
         "runs/store"
     ),
@@ -44,12 +53,13 @@ def study(
         return
     from rich.live import Live
 
+    ray = {"address": address, "cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries}
     try:
         with Live(console=screen, refresh_per_second=2, transient=True) as live:
             progress = conduct(
                 described,
                 store,
-                _engine(engine, workers, per_gpu, address, cpus),
+                _engine(engine, workers, per_gpu, ray),
                 retry_failed=retry_failed,
                 changed=lambda now: live.update(states(now)),
             )
@@ -64,13 +74,11 @@ def study(
     screen.print(f"the answer: {page}", highlight=False)
 
 
-def _engine(name: str, workers: int | None, per_gpu: int, address: str | None, cpus: float) -> Any:
+def _engine(name: str, workers: int | None, per_gpu: int, ray: dict[str, Any]) -> Any:
     if name == "ray":
-        import torch
-
         from nalora.studies.ray_engine import RayEngine
 
-        return RayEngine(address, cpus=cpus, gpus=1 / per_gpu if torch.cuda.is_available() else 0.0)
+        return RayEngine(per_gpu=per_gpu, **ray)
     from nalora.studies.engines import LocalEngine
 
     return LocalEngine(workers, per_gpu)

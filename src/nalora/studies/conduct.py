@@ -67,6 +67,8 @@ def conduct(
     Raises:
         NALoRAError: the store's disk is full: what runs is let finish, nothing is lost.
     """
+    # Workers may be in another folder, and half-done runs must be found under the name they were begun with.
+    store = store.absolute()
     store.mkdir(parents=True, exist_ok=True)
     failures = _Failures(store / f"{study.name}.failures.jsonl")
     schedule, runs = Schedule(study, str(store)), Store(store)

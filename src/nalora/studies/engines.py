@@ -9,12 +9,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from nalora.errors import NALoRAError
 from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
 Do = Callable[[Job], None]
+_TERMINATED = 128 + 15  # as a shell would say of SIGTERM
 
 
 class Ended(NamedTuple):
@@ -136,15 +138,23 @@ def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
 
 
 def attempt(job: Job, do: Do = work) -> str | None:
-    """Do a job, its output kept in its log; None, or what went wrong in one line."""
-    with _into(log_of(job)):
+    """Do a job, its output kept in its log; None, or what went wrong in one line.
+
+    Raises:
+        SystemExit: the process was told to end, which says nothing against the run.
+    """
+    with _into(log_of(job)), _alone(log_of(job)):
         try:
             do(job)
         except NALoRAError as error:
             print(error, file=sys.stderr)
             return str(error)
         except Exception as error:
+            from nalora.training.run import Interrupted
+
             traceback.print_exc()
+            if isinstance(error, Interrupted):
+                raise SystemExit(_TERMINATED) from error
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
             let_go_of_memory()
@@ -152,7 +162,7 @@ def attempt(job: Job, do: Do = work) -> str | None:
 
 
 @contextlib.contextmanager
-def _into(path: Any) -> Iterator[None]:
+def _into(path: Path) -> Iterator[None]:
     """Everything that this process prints, by whatever library, goes into a file for the moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -169,3 +179,25 @@ def _into(path: Any) -> Iterator[None]:
         for number, before in zip((1, 2), kept, strict=True):
             os.dup2(before, number)
             os.close(before)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else does this job meanwhile: a worker whose study was killed may still be at it.
+
+    Its log is locked, which ends with the holder's life, however that ends; NFS passes such locks on to other machines.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another process is at this run; waiting for its end", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            print(f"this file system knows no locks ({error.strerror}); nobody else may do this run", flush=True)
+        yield

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import socket
+from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError
 from nalora.studies.engines import Do, Ended, attempt
-from nalora.studies.job import Job, work
+from nalora.studies.job import Job, log_of, work
+
+# Of the study's environment, what a run must see as well; everything else is the node's own.
+_CARRIED = ("PYTHONPATH", "PYTHONHASHSEED", "NALORA_CACHE", "HF_HUB_OFFLINE")
+_KNOCK_SECONDS = 5.0
+# All that passes through it are jobs and lines of text; Ray would take a third of the memory. It asks for 75 MiB.
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+
+class _Underway(NamedTuple):
+    job: Job
+    lost: int  # workers, so far
 
 
 class RayEngine:
     """A cluster that is there, or one of this machine's own.
 
-    The store must be a folder that every node sees under the same path. A lost worker's job is started again by Ray,
-    and goes on from its last checkpoint.
+    The store must be a folder that every node sees under the same path. A lost worker's job is started again, on
+    whichever node has room, and goes on from its last checkpoint.
 
     Args:
-        address: of a running cluster (``auto`` finds this machine's); None starts one here.
-        cpus: that one run takes.
-        gpus: that one run takes; a fraction packs several on one.
+        address: of a running cluster, ``host:port``, or ``auto`` for this machine's; by default that in RAY_ADDRESS,
+            and without one a cluster of this machine is started, which ends with the study.
+        cpus: that one run takes; also its threads, where OMP_NUM_THREADS does not say.
+        gpus: that one run takes, at most one; None: a place of `per_gpu` where the cluster has any GPU.
+        per_gpu: how many runs fit on one GPU beside each other.
+        memory: GiB that one run takes; None: not counted.
         retries: how often a job is started again after its worker was lost.
         do: what a job is done by.
 
     Raises:
-        NALoRAError: Ray is not installed, or there is no such cluster.
+        NALoRAError: Ray is not installed, or there is no such cluster, or no node of it is large enough for a run.
     """
 
     def __init__(
-        self, address: str | None = None, *, cpus: float = 1.0, gpus: float = 0.0, retries: int = 3, do: Do = work
+        self,
+        address: str | None = None,
+        *,
+        cpus: float = 1.0,
+        gpus: float | None = None,
+        per_gpu: int = 1,
+        memory: float | None = None,
+        retries: int = 3,
+        do: Do = work,
     ) -> None:
         try:
             import ray
@@ -36,49 +60,135 @@ class RayEngine:
                 "--engine ray", found="no Ray", expected="the package ray", fix="pip install 'nalora[ray]'"
             ) from error
         self._ray: Any = ray
-        self._started_here = not ray.is_initialized()
-        if self._started_here:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            except ConnectionError as error:
-                raise NALoRAError(
-                    f"--address {address}",
-                    found=str(error).splitlines()[0],
-                    expected="a running Ray cluster",
-                    fix="start one with `ray start --head`, or leave --address out",
-                ) from error
-        options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": retries, "scheduling_strategy": "SPREAD"}
-        self._do, self._remote = do, ray.remote(attempt).options(**options)
-        resources = ray.cluster_resources()
-        places = [resources.get(kind, 0) / each for kind, each in (("CPU", cpus), ("GPU", gpus)) if each > 0]
-        self._room = max(1, int(min(places, default=1)))
-        self._jobs: dict[Any, Job] = {}
+        self._connected_here = not ray.is_initialized()
+        if self._connected_here:
+            _connect(ray, address or os.environ.get("RAY_ADDRESS") or "local")
+        if gpus is None:
+            # The driver's machine need not have the GPUs that the cluster has.
+            gpus = 1 / per_gpu if ray.cluster_resources().get("GPU") else 0.0
+        self._needs = {"CPU": cpus, "GPU": gpus, "memory": (memory or 0) * 2**30}
+        if not self._places():
+            self.close_connection()
+            raise _too_small(cpus, gpus, memory)
+        self._do, self._retries = do, retries
+        self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, int(cpus)))
+        # Ray's own retries know no end where a node ran out of memory; here every loss counts.
+        self._remote = ray.remote(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            memory=int(self._needs["memory"]) or None,
+            max_retries=0,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": _carried()},
+        )(attempt_there)
+        self._underway: dict[Any, _Underway] = {}
 
     def has_room(self) -> bool:
-        """Whether the cluster has a place; a few jobs may wait there, so that none stands idle."""
-        return len(self._jobs) < self._room + 2
+        """Whether the cluster, as large as it is now, has a place; with no node left, one job waits for the next."""
+        return len(self._underway) < max(1, self._places())
 
     def submit(self, job: Job) -> None:
         """Hand the job to the cluster."""
-        self._jobs[self._remote.remote(job, self._do)] = job
+        self._start(_Underway(job, 0))
 
     def wait(self, seconds: float) -> list[Ended]:
-        """What has ended, on whichever node."""
-        if not self._jobs:
+        """What has ended, on whichever node; what was lost is started again."""
+        if not self._underway:
             return []
-        ready, _ = self._ray.wait(list(self._jobs), num_returns=1, timeout=seconds)
-        ended = []
-        for reference in ready:
-            job = self._jobs.pop(reference)
-            try:
-                ended.append(Ended(job.key, self._ray.get(reference)))
-            except self._ray.exceptions.RayError as error:
-                ended.append(Ended(job.key, f"{type(error).__name__}: its worker was lost too often"))
-        return ended
+        ready, _ = self._ray.wait(list(self._underway), num_returns=1, timeout=seconds)
+        outcomes = [self._outcome(reference, self._underway.pop(reference)) for reference in ready]
+        return [ended for ended in outcomes if ended is not None]
 
     def close(self) -> None:
-        """Cancel what runs, and stop the cluster if it was started here."""
-        for reference in self._jobs:
+        """Cancel what runs, and leave the cluster; one that was started here ends."""
+        for reference in self._underway:
             self._ray.cancel(reference, force=True)
-        if self._started_here:
+        self._underway = {}
+        self.close_connection()
+
+    def close_connection(self) -> None:
+        """Leave a connection alone that was there before."""
+        if self._connected_here:
             self._ray.shutdown()
+
+    def _start(self, underway: _Underway) -> None:
+        reference = self._remote.remote(underway.job, self._do, os.getcwd(), self._threads)
+        self._underway[reference] = underway
+
+    def _outcome(self, reference: Any, underway: _Underway) -> Ended | None:
+        job, lost = underway.job, underway.lost + 1
+        errors = self._ray.exceptions
+        losses = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError)
+        try:
+            return Ended(job.key, self._ray.get(reference))
+        except losses as error:
+            why = type(error).__name__
+            if lost > self._retries:
+                return Ended(job.key, f"its worker was lost ({why}), retried {self._retries} times")
+            with log_of(job).open("a", encoding="utf-8") as log:
+                log.write(f"the worker was lost ({why}); the run is started again, {lost} of {self._retries}\n")
+            self._start(_Underway(job, lost))
+            return None
+        except errors.RayError as error:  # the job could not even begin, say where nalora is not installed
+            cause = getattr(error, "cause", None) or error
+            return Ended(job.key, f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}")
+
+    def _places(self) -> int:
+        """How many runs fit on the nodes that are alive."""
+        needs = {kind: need for kind, need in self._needs.items() if need > 0}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        # Ray counts in ten-thousandths: three thirds are a whole.
+        return sum(min(int(node.get(kind, 0) / need + 1e-3) for kind, need in needs.items()) for node in nodes)
+
+
+def attempt_there(job: Job, do: Do, folder: str, threads: int) -> str | None:
+    """On a worker: in the study's folder, where the node has it, so that relative paths of settings mean the same."""
+    import torch
+
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    torch.set_num_threads(threads)
+    return attempt(job, do)
+
+
+def _connect(ray: Any, address: str) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        _knock(address)
+        ray.init(address, **options)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise NALoRAError(
+            f"--address {address}",
+            found=str(error).strip().splitlines()[0],
+            expected="a running Ray cluster",
+            fix="start one with `ray start --head`, or leave --address and RAY_ADDRESS out",
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Whether anybody is at home; Ray itself waits for minutes, and may end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody there ({error.strerror or error})") from error
+
+
+def _carried() -> dict[str, str]:
+    found = {name: os.environ[name] for name in _CARRIED if os.environ.get(name)}
+    if paths := found.get("PYTHONPATH"):
+        found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)
+    return found
+
+
+def _too_small(cpus: float, gpus: float, memory: float | None) -> NALoRAError:
+    wanted = f"{cpus:g} CPUs, {gpus:g} GPUs" + (f" and {memory:g} GiB" if memory else "")
+    return NALoRAError(
+        "--engine ray",
+        found="no node of the cluster that is large enough for one run",
+        expected=f"a node with {wanted}",
+        fix="ask for less with --cpus, --gpus and --memory, or add such a node",
+    )

@@ -15,6 +15,7 @@ result.json       what it came to; there only when the run is finished
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import sys
@@ -68,7 +69,9 @@ class RunFolder:
                     str(self.path), found="no run", expected="one to resume", fix="leave --resume out to start it"
                 )
             before = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-            changed = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
+            # A folder that was moved, or is called by another path, holds the same run.
+            names = {*before, *settings} - {"output"}
+            changed = sorted(name for name in names if before.get(name) != settings.get(name))
             if changed:
                 raise NALoRAError(
                     str(self.path),
@@ -89,9 +92,10 @@ class RunFolder:
         whole_files.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         return None
 
-    def latest_checkpoint(self) -> Path | None:
-        """The last checkpoint that was written to its end; broken ones after it are removed."""
-        numbered = sorted(self.checkpoints.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    def latest_checkpoint(self, before: float = math.inf) -> Path | None:
+        """The last checkpoint, of a step before that, which was written to its end; broken ones are removed."""
+        steps = {path: int(path.name.rpartition("-")[2]) for path in self.checkpoints.glob("checkpoint-*")}
+        numbered = sorted((path for path, step in steps.items() if step < before), key=lambda path: steps[path])
         for checkpoint in reversed(numbered):
             if (checkpoint / COMPLETE).is_file():
                 return checkpoint

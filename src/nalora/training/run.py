@@ -58,6 +58,9 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     with bars(console, transient=True) as report:
         start = make_start(settings, material.dataset, material.collator, loaded.device, folder.path, report)
         model = run.method.prepare(material.model.train(), material.adapter, start)
+    if _step_of(checkpoint) >= start.steps:
+        # Killed before its result was written: from the checkpoint of its last step transformers would do one more.
+        checkpoint = folder.latest_checkpoint(before=start.steps)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
     trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
