@@ -108,6 +108,8 @@ class GraphedStep:
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 loss = self.step(inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise NALoRAError(
                 "GraphedStep",

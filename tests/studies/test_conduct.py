@@ -16,6 +16,7 @@ from pathlib import Path
 
 import dummies
 import pytest
+import torch
 
 import nalora
 from nalora.studies.conduct import conduct
@@ -100,6 +101,37 @@ def die_with_one_seed(job):
     if job.settings["seed"] == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     dummies.pretend(job)
+
+
+@pytest.mark.parametrize("fit", [2, 1])
+def test_runs_that_do_not_fit_beside_each_other_are_done_beside_fewer(tmp_path, fit):
+    (tmp_path / "fit").write_text(str(fit))
+    engine = LocalEngine(4, do=share_a_small_gpu)
+    progress = conduct(dummies.study(), tmp_path, engine)
+    assert progress.failed == {}
+    assert len(progress.results) == 10
+    assert len(engine._workers) < 4
+
+
+def test_a_run_that_does_not_fit_alone_has_failed(tmp_path):
+    (tmp_path / "fit").write_text("0")
+    progress = conduct(dummies.study(), tmp_path, LocalEngine(2, do=share_a_small_gpu))
+    assert len(progress.failed) == 6
+    assert set(progress.failed.values()) == {"OutOfMemoryError: CUDA out of memory"}
+
+
+def share_a_small_gpu(job):
+    """As many runs as the file says fit; one more finds no memory."""
+    here = Path(job.store)
+    mine = here / f"{job.key}.running"
+    mine.touch()
+    try:
+        time.sleep(0.1)
+        if len(list(here.glob("*.running"))) > int((here / "fit").read_text()):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        dummies.pretend(job)
+    finally:
+        mine.unlink()
 
 
 def test_a_disk_that_fills_up_ends_the_sitting_with_nothing_lost(tmp_path, monkeypatch):

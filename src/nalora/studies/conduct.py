@@ -92,6 +92,8 @@ def conduct(
                 break
             for ended in engine.wait(_LOOK_AGAIN):
                 job = progress.running.pop(ended.key)
+                if ended.too_crowded and engine.give_way():
+                    continue  # not its fault: it waits for a place beside fewer others
                 result = runs.result(ended.key)
                 if ended.error is None and result is not None and all(result.has(part) for part in job.parts):
                     progress.results[ended.key] = result

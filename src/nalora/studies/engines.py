@@ -25,6 +25,11 @@ class Ended(NamedTuple):
     key: str
     error: str | None
 
+    @property
+    def too_crowded(self) -> bool:
+        """Whether it failed for want of a GPU's memory, which beside fewer runs it might have had."""
+        return self.error is not None and self.error.startswith("OutOfMemoryError")
+
 
 class Engine(Protocol):
     """Takes jobs and says which have ended."""
@@ -39,6 +44,10 @@ class Engine(Protocol):
 
     def wait(self, seconds: float) -> list[Ended]:
         """The jobs that have ended, waiting so long for the first."""
+        ...
+
+    def give_way(self) -> bool:
+        """Let fewer runs share a GPU from here on; whether that was possible."""
         ...
 
     def close(self) -> None:
@@ -69,7 +78,7 @@ class LocalEngine:
 
     Args:
         workers: how many at once; on a machine with GPUs one for each place by default, else one.
-        per_gpu: how many runs fit on one GPU beside each other.
+        per_gpu: how many runs share one GPU at most; fewer where they turn out not to fit.
         do: what a job is done by.
     """
 
@@ -116,6 +125,16 @@ class LocalEngine:
                 worker.stop()
                 self._workers[place] = None
         return ended
+
+    def give_way(self) -> bool:
+        """Give up a free place, as long as another is left."""
+        free = [place for place, worker in enumerate(self._workers) if worker is None or worker.job is None]
+        if len(self._workers) == 1 or not free:
+            return False
+        if (worker := self._workers.pop(free[0])) is not None:
+            worker.stop()
+        self._gpus.pop(free[0])
+        return True
 
     def close(self) -> None:
         """Kill every worker; what they were doing can be resumed."""
