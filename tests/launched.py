@@ -102,9 +102,9 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
 
     case = dict(CASES[name])
     float64 = case.pop("float64", True)
-    if sharded:  # a Trainer writes no checkpoints of what was dealt out before it came
-        case |= {"save_every": 0, "snapshot_every": 5}
-    elif name in RESUMED:
+    if sharded:
+        case |= {"snapshot_every": 5}
+    if name in RESUMED:
         case |= {"save_every": 4}
     load, make, made = loading.load, running.make_trainer, []
 
@@ -115,9 +115,9 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
         return found
 
     def trainer(settings, model, *rest):
-        if sharded:
-            shard(model)
         made.append(make(settings, model, *rest))
+        if sharded:
+            shard(made[0])
         return made[0]
 
     with patch.object(loading, "load", loaded), patch.object(running, "make_trainer", trainer):
@@ -132,17 +132,19 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
     torch.save({"learned": learned, "controller": state}, folder / f"{name}.{rank}.pt")
 
 
-def shard(model) -> None:
-    """FSDP2 as a Trainer takes it from transformers' own loading: Accelerate would fall back to DDP on a CPU."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def shard(trainer) -> None:
+    """As with recipes/accelerate/fsdp2.yaml, which Accelerate drops on a CPU; put back, its own code does the rest."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for layer in base.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    base._is_distributed_loading_by_transformers = True
+    trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+    )
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
 
 
 if __name__ == "__main__":
@@ -154,3 +156,5 @@ if __name__ == "__main__":
         train(place / "sharded", model_folder, each, sharded=True)
     for each in asked.get("resume", ()):
         train(place, model_folder, each, resume=True)
+    for each in asked.get("resume sharded", ()):
+        train(place / "sharded", model_folder, each, sharded=True, resume=True)

@@ -89,16 +89,23 @@ def unfinished(source: Path, target: Path) -> None:
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs, base, tmp_path):
+    """And with the same number where parameters are dealt out: those checkpoints are FSDP's own."""
+    dealt = [name for name in RESUMED if name in SHARDED]
     for name in RESUMED:
         unfinished(runs / "two" / name, tmp_path / "one" / name)
         unfinished(runs / "one" / name, tmp_path / "two" / name)
-    what = json.dumps({"resume": RESUMED})
-    finish(start(tmp_path / "two", base, processes=2, what=what), start(tmp_path / "one", base, processes=1, what=what))
-    for name in RESUMED:
-        for number in ("one", "two"):
-            expected = runs / "one" / name
-            assert difference(weights(expected), weights(tmp_path / number / name)) < TOLERANCE.get(name, 1e-9)
-            assert len(losses(tmp_path / number / name)) == 10
+    for name in dealt:
+        unfinished(runs / "two" / "sharded" / name, tmp_path / "two" / "sharded" / name)
+    both = json.dumps({"resume": RESUMED, "resume sharded": dealt})
+    finish(
+        start(tmp_path / "two", base, processes=2, what=both),
+        start(tmp_path / "one", base, processes=1, what=json.dumps({"resume": RESUMED})),
+    )
+    resumed = [(name, number) for name in RESUMED for number in ("one", "two")]
+    for name, place in [*resumed, *((name, "two/sharded") for name in dealt)]:
+        found = tmp_path / place / name
+        assert difference(weights(runs / "one" / name), weights(found)) < TOLERANCE.get(name, 1e-9)
+        assert len(losses(found)) == 10
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])

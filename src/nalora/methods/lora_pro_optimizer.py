@@ -87,6 +87,9 @@ class LoRAProAdamW(Optimizer):
         rows = own_rows(stack.B, first)
         followed = equivalent_gradient(stack.A, rows, g_A, own_rows(g_B, first), stack.scaling)
         self._to_direction([pair.A for pair in stack.pairs], list(followed.unbind()), group)
+        for pair in stack.pairs:
+            # Nothing reads it; but FSDP's checkpoints are taken for incomplete where a parameter has no state.
+            self.state[pair.B]["step"] = self.state[pair.A]["step"]
         of_a, of_b = gradients_of_factors(stack.A, rows, followed, stack.scaling)
         g_A, g_B = stack.adjusted(summed_over_shares(of_a, first), all_rows(of_b, first))
         parameters = [pair.A for pair in stack.pairs] + [pair.B for pair in stack.pairs]
