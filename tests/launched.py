@@ -69,7 +69,7 @@ def start(folder: Path, base: str, *, processes: int, what: str) -> subprocess.P
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(*started: subprocess.Popen, seconds: float = 240) -> None:
+def finish(*started: subprocess.Popen, seconds: float = 480) -> None:
     """Wait for them; none is left behind."""
     try:
         for process in started:

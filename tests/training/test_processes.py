@@ -108,39 +108,65 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, base, tmp_path):
         assert len(losses(found)) == 10
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_process_ends_the_job_and_one_process_goes_on(base, tmp_path, lost):
-    given = settings(base) | {"steps": 40, "save_every": 4, "method": "na-lora"}
+@pytest.fixture
+def job(base, tmp_path):
+    """A run of two processes that has just logged its sixth step, and its settings."""
+    given = settings(base) | {"steps": 40, "save_every": 4, "method": "na-lora", "output": str(tmp_path / "run")}
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(given | {"output": str(tmp_path / "killed")}))
+    file.write_text(yaml.safe_dump(given))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.Popen(
+    process = subprocess.Popen(
         [*launch, "-m", "nalora.cli", "train", str(file)], env=environment, stderr=subprocess.PIPE, text=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    folder = RunFolder(tmp_path / "killed")
     try:
-        while not any(row["step"] >= 6 for row in read_jsonl(folder.metrics)):
-            assert job.poll() is None, job.communicate()[1][-3000:]
+        while not any(row["step"] >= 6 for row in read_jsonl(RunFolder(given["output"]).metrics)):
+            assert process.poll() is None, process.communicate()[1][-3000:]
             time.sleep(0.02)
-        os.kill(process_of(job.pid, lost), signal.SIGKILL)
-        began = time.monotonic()
-        _, said = job.communicate(timeout=60)
+        yield process, given
     finally:
-        job.kill()
-    assert job.returncode != 0
+        process.kill()
+
+
+def goes_on_in_one_process(given) -> None:
+    """And ends where a run ends that nobody touched."""
+    train(check(given), resume=True)
+    train(check(given | {"output": given["output"] + "-whole"}))
+    whole, resumed = weights(Path(given["output"] + "-whole")), weights(Path(given["output"]))
+    assert max((tensor - resumed[name]).abs().max().item() for name, tensor in whole.items()) < 1e-6
+    assert [row["step"] for row in read_jsonl(RunFolder(given["output"]).metrics)] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_killed_process_ends_the_job_and_one_process_goes_on(job, lost):
+    process, given = job
+    os.kill(process_of(process.pid, lost), signal.SIGKILL)
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
     assert time.monotonic() - began < 30
     (line,) = [line for line in said.splitlines() if line.startswith("nalora:")]
     assert f"process {1 - lost} of 2: found that another process of the job was lost after step" in line
     assert "--resume" in line
+    folder = RunFolder(given["output"])
     assert not folder.result.exists()
     assert folder.latest_checkpoint() is not None
-    train(check(given | {"output": str(tmp_path / "killed")}), resume=True)
-    train(check(given | {"output": str(tmp_path / "whole")}))
-    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert max((tensor - resumed[name]).abs().max().item() for name, tensor in whole.items()) < 1e-6
-    assert [row["step"] for row in read_jsonl(folder.metrics)] == list(range(1, 41))
+    goes_on_in_one_process(given)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_of_them_at_one_step(job):
+    process, given = job
+    os.kill(process_of(process.pid, 1), signal.SIGTERM)
+    process.communicate(timeout=60)
+    folder = RunFolder(given["output"])
+    stopped = read_jsonl(folder.metrics)[-1]["step"]
+    assert 6 <= stopped < 40
+    checkpoint = folder.latest_checkpoint()
+    assert checkpoint.name == f"checkpoint-{stopped}"
+    assert all((checkpoint / f"rng_state_{rank}.pth").is_file() for rank in (0, 1))
+    goes_on_in_one_process(given)
 
 
 def process_of(launcher: int, rank: int) -> int:
