@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nalora.errors import NALoRAError
+
+_SILENCE = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out waiting")
+
+
+class LostProcessError(NALoRAError):
+    """Another process of the job does not answer any more."""
 
 
 def meet(device: str) -> None:
@@ -64,6 +72,53 @@ def add_up_in(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
             fix="look for the process that ended first (killed, out of memory, its own error), then resume from the"
             " last checkpoint",
         ) from error
+
+
+def any_of(holds: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether it holds on any process: an answer that all of them share."""
+    return bool(add_up(torch.tensor(int(holds), device=device))) if count() > 1 else holds
+
+
+def of_first(number: int, device: torch.device | str = "cpu") -> int:
+    """The first process's number, on all of them."""
+    return int(add_up(torch.tensor(number if is_first_process() else 0, device=device)))
+
+
+def wait_for_all() -> None:
+    """Go on when all have come here."""
+    if _talking():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def a_lost_one_is_named(step: Callable[[], int]) -> Iterator[None]:
+    """Say in one sentence that another process is gone, in place of what the network layer says about it.
+
+    Args:
+        step: at which optimizer step this process is.
+
+    Raises:
+        LostProcessError: another process does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if count() == 1 or not (_is_silence(error) or _is_silence(error.__cause__)):
+            raise
+        raise LostProcessError(
+            f"process {rank()} of {count()}",
+            found=f"that another process of the job was lost after step {step()}",
+            expected="all of them to the end",
+            fix="launch it again with --resume, on as many processes as there are now",
+        ) from error
+
+
+def _is_silence(error: BaseException | None) -> bool:
+    """Whether nobody answers, as gloo says in a plain RuntimeError and NCCL in exceptions of its own."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(words in said for words in _SILENCE)
+    )
 
 
 def _talking() -> bool:

@@ -25,6 +25,7 @@ def train(
     from nalora.training.settings import read
 
     described = read(run, settings or [])
+    from nalora.processes import is_first_process
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run
 
@@ -34,6 +35,8 @@ def train(
     except Interrupted as stopped:
         screen.print(str(stopped), highlight=False)
         raise typer.Exit(INTERRUPTED) from None
+    if not is_first_process():
+        return
     steps, seconds, loss = result["steps"], result["seconds"], result["train_loss"]
     screen.print(f"{steps} steps in {seconds:.0f} s, training loss {loss:.4f}", highlight=False)
     screen.print(f"the run: {described.settings.output}", highlight=False)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from nalora.errors import NALoRAError
 from nalora.following import follow
+from nalora.shards import held, share, whole
 
 # In a Trainer's checkpoint: what the next allocation goes by.
 STATE_FILE = "adalora_state.safetensors"
@@ -25,9 +29,35 @@ def distance_from_orthogonality(model: nn.Module) -> Tensor:
     found = []
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
-            product = parameter @ parameter.T if ".lora_A." in name else parameter.T @ parameter
+            factor = whole(parameter)
+            product = factor @ factor.T if ".lora_A." in name else factor.T @ factor
             found.append(torch.linalg.norm(product - torch.eye(len(product), device=product.device)))
     return torch.stack(found).mean()
+
+
+@contextlib.contextmanager
+def _put_together(model: Any) -> Iterator[Any]:
+    """PEFT's AdaLoRA model; where FSDP2 has dealt out its adapters, one of whole copies, put back when it is left.
+
+    PEFT ranks all directions against each other and prunes E in place, neither of which DTensors can do; every process
+    does the same on the whole adapters instead.
+    """
+    dealt = {name: each for name, each in model.model.named_parameters() if ".lora_" in name}
+    if not any(isinstance(each, DTensor) for each in dealt.values()):
+        yield model
+        return
+    copies = {}
+    for name, parameter in dealt.items():
+        copies[name] = copy = whole(parameter.detach()).clone()
+        copy.grad = None if parameter.grad is None else whole(parameter.grad)
+    said = {name: getattr(model, name) for name in ("peft_config", "trainable_adapter_name", "rankallocator")}
+    stand_in = types.SimpleNamespace(**said, model=types.SimpleNamespace(named_parameters=copies.items))
+    stand_in.update_and_allocate = types.MethodType(type(model).update_and_allocate, stand_in)
+    yield stand_in
+    with torch.no_grad():
+        for name, parameter in dealt.items():
+            if ".lora_E." in name:
+                held(parameter).copy_(share(copies[name], parameter))
 
 
 class RankAllocation(TrainerCallback):  # type: ignore[misc]
@@ -70,7 +100,8 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         if self.trainer.accelerator.optimizer_step_was_skipped and step < self.config.total_step - self.config.tfinal:
             return  # float16 overflowed: there are no gradients to score by
         self.config.rank_pattern = self.kept
-        self.model.update_and_allocate(step)
+        with _put_together(self.model) as model:
+            model.update_and_allocate(step)
         self.kept, self.config.rank_pattern = self.config.rank_pattern, None
 
     def _share_penalty(self, model: Any, inputs: Any, items: Any = None) -> None:

@@ -14,6 +14,7 @@ from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.methods.saving import write_lora
+from nalora.shards import whole
 
 _ADAPTER = "default"
 
@@ -127,7 +128,7 @@ class AdaLoRA(LoRA):
         """Plain LoRA with A′ = E ⊙ A, pruned directions as zeros: no orthogonality in its loss, loaded everywhere."""
         tensors: dict[str, Tensor] = {}
         for name, layer in lora_layers(model):
-            a, e, b = (getattr(layer, factor)[_ADAPTER] for factor in ("lora_A", "lora_E", "lora_B"))
+            a, e, b = (whole(getattr(layer, factor)[_ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))
             # PEFT divides by r + 1e-5.
             tensors[f"{name}.lora_A.weight"] = e * a * (layer.r[_ADAPTER] / (layer.r[_ADAPTER] + 1e-5))
             tensors[f"{name}.lora_B.weight"] = b

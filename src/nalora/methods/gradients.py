@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
@@ -57,6 +58,7 @@ def reduce_mean_gradients(
     """
     layers = dict(lora_layers(model))
     _refuse_all_but_linear(layers)
+    _refuse_other_weights(layers)
     device = next(iter(layers.values())).get_base_layer().weight.device
     file = None
     if start.cache is not None:
@@ -227,6 +229,22 @@ def _refuse_all_but_linear(layers: Mapping[str, Any]) -> None:
                 expected="linear layers: the start is made from the gradient of their weights",
                 fix="leave it out of target_modules",
             )
+
+
+def _refuse_other_weights(layers: Mapping[str, Any]) -> None:
+    """FSDP can leave every process but the first without the weights until training starts."""
+    if processes.count() == 1:
+        return
+    name, layer = next(iter(layers.items()))
+    own = layer.get_base_layer().weight.detach().double().norm()
+    mean = add_up(own / processes.count())
+    if processes.any_of(not (own - mean).abs() <= 1e-9 * mean, own.device):
+        raise NALoRAError(
+            name,
+            found="other weights than on another process",
+            expected="the model's weights on every process: each takes the gradient of its share of the rows",
+            fix="set fsdp_cpu_ram_efficient_loading: false in the launch configuration",
+        )
 
 
 def _refuse_useless(name: str, gradient: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
+from nalora.shards import held, share
 
 _ADAPTER = "default"
 
@@ -58,15 +60,16 @@ class LoRAPro(LoRA):
         out when it copies or pickles an optimizer: a copy of the trainer's model asks for an optimizer of its own.
 
         Raises:
-            NALoRAError: a trainer that shards parameters or steps inside backward, or an optimizer that full mode
+            NALoRAError: a trainer that flattens parameters or steps inside backward, or an optimizer that full mode
                 cannot stand for.
         """
         _refuse_unless_steps_are_whole(trainer, self.mode)
-        pairs = pairs_of(trainer.model)
         if self.mode == "full":
-            return _full(trainer, pairs)
+            return _full(trainer, pairs_of(trainer.model))
         optimizer: Optimizer = trainer.create_optimizer()
-        optimizer.register_step_pre_hook(lambda *_: replace_gradients(pairs))
+        # Looked up at the first step: FSDP puts parameters of its own in the place of those that are there now.
+        pairs = functools.cache(lambda: pairs_of(trainer.model))
+        optimizer.register_step_pre_hook(lambda *_: replace_gradients(pairs()))
         return optimizer
 
 
@@ -74,9 +77,11 @@ class LoRAPro(LoRA):
 def replace_gradients(pairs: Sequence[Pair]) -> None:
     """Put g_A* and g_B* in the place of the gradients of A and B."""
     for stack in stacks(pairs):
-        replaced = (*(p.A.grad for p in stack.pairs), *(p.B.grad for p in stack.pairs))
+        found = (*(p.A.grad for p in stack.pairs), *(p.B.grad for p in stack.pairs))
         g_A, g_B = stack.adjusted(*stack.gradients)
-        torch._foreach_copy_([each for each in replaced if each is not None], [*g_A.unbind(), *g_B.unbind()])
+        known = [each for each in found if each is not None]
+        shares = [share(new, old) for new, old in zip([*g_A.unbind(), *g_B.unbind()], known, strict=True)]
+        torch._foreach_copy_([held(each) for each in known], shares)
 
 
 def pairs_of(model: nn.Module) -> list[Pair]:
@@ -135,9 +140,14 @@ def _full(trainer: Any, pairs: Sequence[Pair]) -> LoRAProAdamW:
 
 def _refuse_unless_steps_are_whole(trainer: Any, mode: str) -> None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refusals = (
         (trainer.is_deepspeed_enabled, "DeepSpeed, which keeps its own parameters", "launch without DeepSpeed"),
-        (trainer.is_fsdp_enabled, "FSDP, which shards A and B", "launch without FSDP"),
+        (
+            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) < 2,
+            "FSDP's first version, which flattens A and B",
+            "set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does",
+        ),
         (
             optim.endswith(("lomo", "layerwise")),
             f"the optimizer {optim}, which steps inside backward",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from nalora.methods.lora_pro_equations import equivalent_gradient, gradients_of_factors
 from nalora.methods.lora_pro_stacks import Pair, Stack, stacks
+from nalora.shards import all_rows, held, own_rows, share, summed_over_shares, zeros
 
 # Elements of the m × n directions that are formed at once: 256 MiB in float32, whatever the model.
 STACK_ELEMENTS = 2**26
@@ -24,6 +25,9 @@ class LoRAProAdamW(Optimizer):
     g_A = s·Bᵀ·D and g_B = s·D·Aᵀ in place of the gradients the same equations give the step, A ← A − lr·g_A* and
     B ← B − lr·g_B*. The learning rate is therefore that of a step of W, as in full fine-tuning. Weight decay is
     decoupled, on A and B. The moments take 2·m·n numbers per module, as much as full fine-tuning's.
+
+    Where FSDP2 has dealt out A and B, the moments are dealt out as B is: a process has its rows of them, and D enters
+    g_A as a sum over processes.
 
     Everything that a copy or a checkpoint needs is in `param_groups` and `state`.
 
@@ -71,36 +75,45 @@ class LoRAProAdamW(Optimizer):
         by_count: dict[int, list[Pair]] = defaultdict(list)
         for A, B, scaling in zip(factors[::2], factors[1::2], group["scalings"], strict=True):
             if A.grad is not None and B.grad is not None:
-                state = self._state(A, (B.shape[0], A.shape[1]))
+                state = self._state(A, B, A.shape[1])
                 by_count[state["step"]].append(Pair(A, B, scaling))
         for alike in by_count.values():
             for stack in stacks(alike, STACK_ELEMENTS):
                 self._step_stack(stack, group)
 
     def _step_stack(self, stack: Stack, group: dict[str, Any]) -> None:
-        followed = equivalent_gradient(stack.A, stack.B, *stack.adjusted(*stack.gradients), stack.scaling)
+        first = stack.pairs[0].B
+        g_A, g_B = stack.adjusted(*stack.gradients)
+        rows = own_rows(stack.B, first)
+        followed = equivalent_gradient(stack.A, rows, g_A, own_rows(g_B, first), stack.scaling)
         self._to_direction([pair.A for pair in stack.pairs], list(followed.unbind()), group)
-        g_A, g_B = stack.adjusted(*gradients_of_factors(stack.A, stack.B, followed, stack.scaling))
+        for pair in stack.pairs:
+            # Nothing reads it; but FSDP's checkpoints are taken for incomplete where a parameter has no state.
+            self.state[pair.B]["step"] = self.state[pair.A]["step"]
+        of_a, of_b = gradients_of_factors(stack.A, rows, followed, stack.scaling)
+        g_A, g_B = stack.adjusted(summed_over_shares(of_a, first), all_rows(of_b, first))
         parameters = [pair.A for pair in stack.pairs] + [pair.B for pair in stack.pairs]
-        self._move(parameters, [*g_A.unbind(), *g_B.unbind()], group)
+        directions = [share(each, of) for each, of in zip([*g_A.unbind(), *g_B.unbind()], parameters, strict=True)]
+        self._move(parameters, directions, group)
 
     def _step_others(self, group: dict[str, Any]) -> None:
         by_count: dict[int, list[Tensor]] = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is not None:
-                by_count[self._state(parameter, parameter.shape)["step"]].append(parameter)
+                by_count[self._state(parameter, parameter)["step"]].append(parameter)
         for alike in by_count.values():
-            directions = [p.grad.clone() for p in alike if p.grad is not None]
+            directions = [held(p.grad).clone() for p in alike if p.grad is not None]
             self._to_direction(alike, directions, group)
             self._move(alike, directions, group)
 
-    def _state(self, owner: Tensor, shape: Sequence[int]) -> dict[str, Any]:
-        """Of a parameter, or of a pair under its A."""
+    def _state(self, owner: Tensor, like: Tensor, columns: int | None = None) -> dict[str, Any]:
+        """Of a parameter, or of a pair under its A: moments shaped and dealt out as `like`, with so many columns."""
         state: dict[str, Any] = self.state[owner]
         if not state:
+            shape = like.shape if columns is None else (like.shape[0], columns)
             state["step"] = 0
-            state["exp_avg"] = owner.new_zeros(tuple(shape))
-            state["exp_avg_sq"] = owner.new_zeros(tuple(shape))
+            state["exp_avg"] = zeros(shape, like)
+            state["exp_avg_sq"] = zeros(shape, like)
         return state
 
     def _to_direction(self, owners: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -113,8 +126,8 @@ class LoRAProAdamW(Optimizer):
         count = states[0]["step"] + 1
         for state in states:
             state["step"] = count
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
+        means = [held(state["exp_avg"]) for state in states]
+        squares = [held(state["exp_avg_sq"]) for state in states]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -127,6 +140,7 @@ class LoRAProAdamW(Optimizer):
         torch._foreach_div_(gradients, 1 - beta1**count)
 
     def _move(self, parameters: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
+        own = [held(each) for each in parameters]
         if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(own, directions, alpha=-group["lr"])

@@ -1,4 +1,8 @@
-"""A and B of many modules as few tensors: what LoRA-Pro computes for all modules of one shape at once."""
+"""A and B of many modules as few tensors: what LoRA-Pro computes for all modules of one shape at once.
+
+The equations mix all rows of A and of B. Where FSDP2 has dealt them out, stacks hold them whole on every process,
+r·(m+n) numbers a module, and a process takes its own share of what comes out.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from nalora.errors import NALoRAError
 from nalora.methods.lora_pro_equations import Spectrum, adjusted_gradients, gram_of_columns, gram_of_rows, spectrum
+from nalora.shards import whole
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Stack:
-    """Modules of one shape and scaling; every tensor is a copy whose first dimension counts them."""
+    """Modules of one shape and scaling; every tensor is a whole copy whose first dimension counts them."""
 
     pairs: Sequence[Pair]
     scaling: float
@@ -72,7 +77,7 @@ def stacks(pairs: Iterable[Pair], elements: int | None = None) -> list[Stack]:
 
 
 def _of_one_rank(chunks: list[list[Pair]]) -> list[Stack]:
-    factors = [(torch.stack([p.A for p in chunk]), torch.stack([p.B for p in chunk])) for chunk in chunks]
+    factors = [(_stacked([p.A for p in chunk]), _stacked([p.B for p in chunk])) for chunk in chunks]
     grams = [gram_of_columns(B) for _, B in factors] + [gram_of_rows(A) for A, _ in factors]
     try:
         whole = spectrum(torch.cat(grams))
@@ -95,7 +100,11 @@ def _of_one_rank(chunks: list[list[Pair]]) -> list[Stack]:
 def _gradients(chunk: list[Pair]) -> tuple[Tensor, Tensor]:
     of_a = [p.A.grad for p in chunk if p.A.grad is not None]
     of_b = [p.B.grad for p in chunk if p.B.grad is not None]
-    return torch.stack(of_a), torch.stack(of_b)
+    return _stacked(of_a), _stacked(of_b)
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([whole(each) for each in tensors])
 
 
 def _split(whole: Spectrum, sizes: list[int]) -> list[Spectrum]:

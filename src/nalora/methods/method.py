@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nalora.processes import is_first_process
+from nalora.shards import gathered
+
 Batch = Mapping[str, Tensor]
 
 
@@ -104,6 +107,11 @@ class Method:
         """What happens at every step, hung on a `transformers.Trainer` before it trains."""
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Write what was trained, such that it loads on the stock base model with stock libraries."""
+        """Write what was trained, such that it loads on the stock base model with stock libraries.
+
+        Every process calls it, for each may hold a share of the parameters; the first one writes.
+        """
         trained: Any = model
-        trained.save_pretrained(folder)
+        state = gathered(model)
+        if is_first_process():
+            trained.save_pretrained(folder, state_dict=state)

@@ -18,6 +18,7 @@ from nalora.errors import NALoRAError
 from nalora.methods.lora import lora_layers
 from nalora.methods.saving import write_lora
 from nalora.processes import is_first_process
+from nalora.shards import whole
 
 # In the run's folder: a resumed run starts from these very numbers, not from another decomposition.
 START_FILE = "start.safetensors"
@@ -57,9 +58,9 @@ def refuse_immovable_base(model: nn.Module, method: str) -> None:
 
 
 def factors(model: nn.Module) -> Factors:
-    """A and B of every layer as they are now, on the CPU."""
+    """A and B of every layer as they are now, whole on the CPU."""
     return {
-        f"{name}.{factor}": getattr(layer, factor)[_ADAPTER].weight.detach().to("cpu", copy=True)
+        f"{name}.{factor}": whole(getattr(layer, factor)[_ADAPTER].weight.detach()).to("cpu", copy=True)
         for name, layer in lora_layers(model)
         for factor in ("lora_A", "lora_B")
     }

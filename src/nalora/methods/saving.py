@@ -8,9 +8,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nalora.processes import is_first_process
+
 
 def write_lora(model: nn.Module, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
-    """Write an adapter of these tensors, with the settings of PEFT's configuration that differ from the model's own.
+    """Let the first process write an adapter of these tensors, with settings that differ from the model's own.
 
     Args:
         model: wrapped by PEFT, with one adapter.
@@ -18,6 +20,8 @@ def write_lora(model: nn.Module, folder: Path, tensors: dict[str, Tensor], **set
         tensors: by the names that PEFT gives them in a file.
         settings: of `peft.LoraConfig`.
     """
+    if not is_first_process():
+        return
     import peft
 
     wrapped: Any = model

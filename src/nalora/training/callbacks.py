@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from nalora import processes
 from nalora.training.folder import COMPLETE, RunFolder
 
 
@@ -30,7 +31,8 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
                 file.write(json.dumps(row) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The checkpoint is complete: nothing more will be written into it."""
+        """The checkpoint is complete: no process will write any more into it."""
+        processes.wait_for_all()
         if state.is_world_process_zero:
             (self.folder.checkpoints / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
@@ -52,7 +54,8 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
         self.asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Save and stop, if asked to."""
+        """Save and stop, if any process was asked to: a signal reaches them at different steps."""
+        self.asked = processes.any_of(self.asked, args.device)
         if self.asked:
             control.should_save = control.should_training_stop = True
         return control
@@ -60,6 +63,10 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Give the signals back."""
         self.stop_listening()
+
+    def keep_listening(self) -> None:
+        """To the end of the process: a launcher that lost one ends the others by SIGTERM, and they have to say so."""
+        self._before = {}
 
     def stop_listening(self) -> None:
         """Also after an error, which no callback hears of."""

@@ -146,19 +146,27 @@ class Collator:
     """Pads rows to the longest of a batch, or the next `multiple`; the mask says which tokens are real.
 
     Packed rows become one long row without pads or mask: their positions say where each example begins.
+    A blank (None) is one pad, whose mask is `blank`: 0, so that no statistics see it, or 1 for attention that cannot
+    take a row without any real token.
     """
 
     pad_token_id: int
     kind: str = "causal"
     multiple: int = 1
+    blank: int = 0
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row | None]) -> dict[str, Tensor]:
         """A batch of tensors."""
-        if "position_ids" in rows[0]:
-            return self._packed(rows)
+        found = [row for row in rows if row is not None]
+        if found and "position_ids" in found[0]:
+            return self._packed(found)
         padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
-        batch = {name: _padded([row[name] for row in rows], value, self.multiple) for name, value in padding.items()}
-        batch["attention_mask"] = _padded([[1] * len(row["input_ids"]) for row in rows], 0, self.multiple)
+        batch = {
+            name: _padded([row[name] if row else [value] for row in rows], value, self.multiple)
+            for name, value in padding.items()
+        }
+        real = [[1] * len(row["input_ids"]) if row else [self.blank] for row in rows]
+        batch["attention_mask"] = _padded(real, 0, self.multiple)
         return batch
 
     def _packed(self, rows: Sequence[Row]) -> dict[str, Tensor]:

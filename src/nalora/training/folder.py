@@ -54,15 +54,13 @@ class RunFolder:
     def open(self, settings: dict[str, Any], *, resume: bool) -> Path | None:
         """Make the folder ready; the checkpoint to resume from, None for a start from the beginning.
 
-        Of several processes only the first one makes and checks it.
+        Of several processes only the first one asks.
 
         Raises:
             NALoRAError: another run is there, or one to resume is not, or was begun with other settings.
         """
         import yaml
 
-        if not is_first_process():
-            return self.latest_checkpoint() if resume else None
         if resume:
             if not self.settings.is_file():
                 raise NALoRAError(
@@ -99,8 +97,7 @@ class RunFolder:
         for checkpoint in reversed(numbered):
             if (checkpoint / COMPLETE).is_file():
                 return checkpoint
-            if is_first_process():
-                shutil.rmtree(checkpoint)
+            shutil.rmtree(checkpoint)
         return None
 
     @property

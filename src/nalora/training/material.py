@@ -44,7 +44,7 @@ def as_asked(loaded: Loaded, task: Task) -> Loaded:
 
 
 class RowDataset(Dataset[Any]):
-    """Rows of tokens, or pictures, that a Trainer can draw from."""
+    """Rows of tokens, or pictures, that a Trainer can draw from; a blank where it asks for None."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
         self.rows = rows
@@ -52,8 +52,8 @@ class RowDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
+    def __getitem__(self, index: int | None) -> Any:
+        return self.rows[index] if index is not None else None
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
         packing=settings.packing,
         limit=settings.train_limit,
     )
-    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, MULTIPLE if settings.cuda_graphs else 1)
+    multiple = MULTIPLE if settings.cuda_graphs else 1
+    # SDPA gives zeros for a row without any real token; of others some give NaN, and some do not run.
+    blank = 0 if settings.attention in (None, "sdpa") else 1
+    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, multiple, blank)
     return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
 
 

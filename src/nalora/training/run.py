@@ -13,6 +13,7 @@ from torch import nn
 
 from nalora import processes, tasks
 from nalora.diagnostics.online import OnlineDiagnosis
+from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.processes import is_first_process
 from nalora.progress import bars
@@ -37,10 +38,11 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         Interrupted: stopped by Ctrl-C, with a checkpoint.
     """
     settings = run.settings
-    processes.meet(settings.device or loading.best_device())
+    device = settings.device or loading.best_device()
+    processes.meet(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
-    checkpoint = folder.open(run.to_dict(), resume=resume)
+    checkpoint = open_together(folder, run, resume, device)
     if resume and folder.result.is_file():
         console.print(f"{folder.path} is already finished", highlight=False)
         return _read_result(folder)
@@ -69,7 +71,11 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
     try:
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with processes.a_lost_one_is_named(lambda: trainer.state.global_step):
+            outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except processes.LostProcessError:
+        stop.keep_listening()
+        raise
     finally:
         bar.close()
         stop.stop_listening()
@@ -86,16 +92,44 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
         **rows_summary(material),
     }
-    if trainer.is_world_process_zero():
-        if caching:
-            config.use_cache = caching
+    if caching:
+        config.use_cache = caching
+    if run.method.trains_the_model:
+        run.method.save(loaded.model, folder.model)
+    else:
+        run.method.save(model, folder.adapter)
+    if is_first_process():
         if run.method.trains_the_model:
-            run.method.save(loaded.model, folder.model)
             loaded.processor.save_pretrained(folder.model)
-        else:
-            run.method.save(model, folder.adapter)
         folder.finish(result)
     return result
+
+
+def open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Path | None:
+    """The checkpoint that all processes resume from, None for a start; what the first one refuses, all refuse.
+
+    Raises:
+        NALoRAError: the folder is another run's, or not every process can see it.
+    """
+    checkpoint, refused = None, None
+    if is_first_process():
+        try:
+            checkpoint = folder.open(run.to_dict(), resume=resume)
+        except NALoRAError as error:
+            refused = error
+    if processes.any_of(refused is not None, device):
+        raise refused or NALoRAError(
+            str(folder.path), found="that the first process refuses it", expected="its message", fix="do as that says"
+        )
+    step = processes.of_first(_step_of(checkpoint), device)
+    if processes.any_of(not folder.settings.is_file(), device):
+        raise NALoRAError(
+            str(folder.path),
+            found="a folder that not every process can see",
+            expected="one that all nodes share: checkpoints and starts are kept in it",
+            fix="give an output= on a shared file system",
+        )
+    return folder.checkpoints / f"checkpoint-{step}" if step else None
 
 
 def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, material: Material) -> None:

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from nalora.methods.method import Method
 from nalora.metrics import NAMES
 from nalora.peft_names import in_base
+from nalora.processes import is_first_process
 from nalora.training.folder import RunFolder
 
 
@@ -68,21 +69,25 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Where the run starts; a resumed one has that already."""
-        if state.is_world_process_zero and state.global_step == 0:
+        if state.global_step == 0:
             self.save(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the step, the controller's part included."""
         step = state.global_step
-        if state.is_world_process_zero and (step % self.every == 0 or step == state.max_steps):
+        if step % self.every == 0 or step == state.max_steps:
             self.save(step)
 
     def save(self, step: int) -> Path:
-        """Write a snapshot beside its place, then move it there: one that is there is whole."""
+        """Write a snapshot beside its place, then move it there: one that is there is whole.
+
+        Every process takes part, since each may hold a share of the model; the first one writes.
+        """
         place = self.folder.snapshot(step)
         partial = place.with_name(f".{place.name}.{os.getpid()}")
-        partial.mkdir(parents=True, exist_ok=True)
         self.method.save(self.model, partial)
+        if not is_first_process():
+            return place
         if self.controller is not None:
             self.controller.save(partial)
         if place.is_dir():

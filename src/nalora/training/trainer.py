@@ -51,8 +51,10 @@ def split_batch(settings: RunSettings) -> Split:
 
 def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any, callbacks: list[Any]) -> Any:
     """A `transformers.Trainer` with the run's settings."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
     from transformers.trainer_callback import PrinterCallback
+
+    from nalora.training.dealing import RunTrainer
 
     split = split_batch(settings)
     _refuse_liger_that_cannot_run(settings)
@@ -95,7 +97,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         disable_tqdm=True,
         dataloader_pin_memory=device.startswith("cuda"),
     )
-    trainer = Trainer(
+    trainer = RunTrainer(
         model=model,
         args=arguments,
         train_dataset=dataset,
