@@ -16,7 +16,8 @@ from transformers import TrainerCallback
 
 from nalora.errors import NALoRAError
 from nalora.following import follow
-from nalora.shards import held, share, whole
+from nalora.gathering import share, whole
+from nalora.sharding import local
 
 # In a Trainer's checkpoint: what the next allocation goes by.
 STATE_FILE = "adalora_state.safetensors"
@@ -57,7 +58,7 @@ def _put_together(model: Any) -> Iterator[Any]:
     with torch.no_grad():
         for name, parameter in dealt.items():
             if ".lora_E." in name:
-                held(parameter).copy_(share(copies[name], parameter))
+                local(parameter).copy_(share(copies[name], parameter))
 
 
 class RankAllocation(TrainerCallback):  # type: ignore[misc]

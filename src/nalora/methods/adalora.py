@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
+from nalora.gathering import whole
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.methods.saving import write_lora
-from nalora.shards import whole
 
 _ADAPTER = "default"
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nalora.errors import NALoRAError
+from nalora.gathering import share
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
-from nalora.shards import held, share
+from nalora.sharding import local
 
 _ADAPTER = "default"
 
@@ -81,7 +82,7 @@ def replace_gradients(pairs: Sequence[Pair]) -> None:
         g_A, g_B = stack.adjusted(*stack.gradients)
         known = [each for each in found if each is not None]
         shares = [share(new, old) for new, old in zip([*g_A.unbind(), *g_B.unbind()], known, strict=True)]
-        torch._foreach_copy_([held(each) for each in known], shares)
+        torch._foreach_copy_([local(each) for each in known], shares)
 
 
 def pairs_of(model: nn.Module) -> list[Pair]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nalora.gathering import all_rows, own_rows_of_each, share, summed_over_shares, zeros
 from nalora.methods.lora_pro_equations import equivalent_gradient, gradients_of_factors
 from nalora.methods.lora_pro_stacks import Pair, Stack, stacks
-from nalora.shards import all_rows, held, own_rows, share, summed_over_shares, zeros
+from nalora.sharding import local
 
 # Elements of the m × n directions that are formed at once: 256 MiB in float32, whatever the model.
 STACK_ELEMENTS = 2**26
@@ -84,8 +85,8 @@ class LoRAProAdamW(Optimizer):
     def _step_stack(self, stack: Stack, group: dict[str, Any]) -> None:
         first = stack.pairs[0].B
         g_A, g_B = stack.adjusted(*stack.gradients)
-        rows = own_rows(stack.B, first)
-        followed = equivalent_gradient(stack.A, rows, g_A, own_rows(g_B, first), stack.scaling)
+        rows = own_rows_of_each(stack.B, first)
+        followed = equivalent_gradient(stack.A, rows, g_A, own_rows_of_each(g_B, first), stack.scaling)
         self._to_direction([pair.A for pair in stack.pairs], list(followed.unbind()), group)
         for pair in stack.pairs:
             # Nothing reads it; but FSDP's checkpoints are taken for incomplete where a parameter has no state.
@@ -102,7 +103,7 @@ class LoRAProAdamW(Optimizer):
             if parameter.grad is not None:
                 by_count[self._state(parameter, parameter)["step"]].append(parameter)
         for alike in by_count.values():
-            directions = [held(p.grad).clone() for p in alike if p.grad is not None]
+            directions = [local(p.grad).clone() for p in alike if p.grad is not None]
             self._to_direction(alike, directions, group)
             self._move(alike, directions, group)
 
@@ -126,8 +127,8 @@ class LoRAProAdamW(Optimizer):
         count = states[0]["step"] + 1
         for state in states:
             state["step"] = count
-        means = [held(state["exp_avg"]) for state in states]
-        squares = [held(state["exp_avg_sq"]) for state in states]
+        means = [local(state["exp_avg"]) for state in states]
+        squares = [local(state["exp_avg_sq"]) for state in states]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -140,7 +141,7 @@ class LoRAProAdamW(Optimizer):
         torch._foreach_div_(gradients, 1 - beta1**count)
 
     def _move(self, parameters: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
-        own = [held(each) for each in parameters]
+        own = [local(each) for each in parameters]
         if group["weight_decay"]:
             torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(own, directions, alpha=-group["lr"])

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nalora.gathering import gathered
 from nalora.processes import is_first_process
-from nalora.shards import gathered
 
 Batch = Mapping[str, Tensor]
 

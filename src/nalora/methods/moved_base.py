@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from nalora import whole_files
 from nalora.errors import NALoRAError
+from nalora.gathering import whole
 from nalora.methods.lora import lora_layers
 from nalora.methods.saving import write_lora
 from nalora.processes import is_first_process
-from nalora.shards import whole
 
 # In the run's folder: a resumed run starts from these very numbers, not from another decomposition.
 START_FILE = "start.safetensors"

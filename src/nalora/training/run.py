@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -15,8 +16,10 @@ from nalora import processes, tasks
 from nalora.diagnostics.online import OnlineDiagnosis
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.progress import bars
+from nalora.training import liger
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.folder import RunFolder
 from nalora.training.material import Material, described, kind_of, prepare, rows_summary
@@ -52,6 +55,14 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     material = prepare(task, loaded, settings)
     for line in described(material.rows):
         console.print(line, highlight=False)
+    with liger.contained(loaded.model) if settings.liger else contextlib.nullcontext():
+        return _train(run, loaded, material, folder, checkpoint, console)
+
+
+def _train(
+    run: Run, loaded: Loaded, material: Material, folder: RunFolder, checkpoint: Path | None, console: Console
+) -> dict[str, Any]:
+    settings = run.settings
     config: Any = getattr(material.model, "config", None)
     caching = getattr(config, "use_cache", None)
     if caching:
@@ -70,6 +81,8 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     folder.forget_after(_step_of(checkpoint))
     _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         with processes.a_lost_one_is_named(lambda: trainer.state.global_step):
             outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from nalora.processes import is_first_process
+from nalora.sharding import local
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -21,17 +22,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def held(tensor: Tensor) -> Tensor:
-    """What this process holds of it, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def share(tensor: Tensor, like: Tensor) -> Tensor:
     """What this process would hold of a tensor that all have whole, if it were dealt out as `like` is."""
     if not isinstance(like, DTensor):
         return tensor
     # None: everybody has it, so nothing is sent.
-    return held(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))
+    return local(distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -41,7 +37,7 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     return distributed.zeros(tuple(shape), dtype=like.dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
-def own_rows(stack: Tensor, like: Tensor) -> Tensor:
+def own_rows_of_each(stack: Tensor, like: Tensor) -> Tensor:
     """This process's rows of each of a stack of whole matrices (n × rows × columns)."""
     if not isinstance(like, DTensor):
         return stack
