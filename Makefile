@@ -18,7 +18,7 @@ help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 test: lint  ## linters, types and the quick tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(QUICK)" -n 2 --dist loadfile
 
 test-slow: .venv/dev.stamp  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow

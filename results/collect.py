@@ -27,6 +27,11 @@ def main() -> None:
             place = HERE / run.name / file.relative_to(run)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, place)
+        settings = HERE / run.name / "run.yaml"
+        # Where it was made is nobody's business, and no run should be repeated there.
+        lines = settings.read_text(encoding="utf-8").splitlines()
+        lines = [f"output: runs/{run.name}" if line.startswith("output:") else line for line in lines]
+        settings.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(runs)} finished runs of {store}; {len(list(HERE.iterdir()))} are kept")
 
 

@@ -50,6 +50,17 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     assert stamps == {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
 
 
+def test_what_a_store_knows_is_told_without_a_run(run, file, tmp_path):
+    store = tmp_path / "store"
+    code, _, err = run("study", file, "--store", store, "--so-far")
+    assert code != 0
+    assert "a store of runs" in err
+    store.mkdir()
+    _, told, _ = run("study", file, "--store", store, "--so-far")
+    assert "| lora | 0.001: –, 0.01: – |" in told
+    assert {each.name for each in store.iterdir()} == {"small.md", "small.json"}
+
+
 def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path):
     described = yaml.safe_load(file.read_text())
     described["arms"]["lorra"] = {"method": "lorra"}

@@ -31,7 +31,18 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
                 results[schedule.job(cell, rate, seed).key] = Result(loss, {VALIDATION: loss, TEST: loss}, {}, 1.0)
     page = in_markdown(schedule.study, answer(schedule, results, {}), {})
     assert ("perhaps better beyond it: lora." in page) == named
-    assert f"lora {best:g}, dora 0.0003" in page
+    assert f"**{best:g}: 1.0000**" in page
+    assert page.count("**0.0003: 1.0000**") == (2 if best == 3e-4 else 1)
+
+
+def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
+    schedule = Schedule(understand(STUDY), "store")
+    lora = schedule.cells[0]
+    known = schedule.job(lora, 1e-4, 0).key
+    page = in_markdown(schedule.study, answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}), {})
+    assert "| lora | 0.0001: 0.5000, 0.0003: –, 0.001: – |" in page
+    assert "Not complete: lora; dora." in page
+    assert "**0." not in page
 
 
 def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():

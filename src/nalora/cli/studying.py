@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.errors import NALoRAError
 
 INTERRUPTED = 130
 
@@ -35,11 +36,11 @@ def study(
     ),
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try runs again that failed before.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    known: Annotated[bool, typer.Option("--so-far", help="Say what the store knows already, and run nothing.")] = False,
 ) -> None:
     """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it."""
     hush_libraries()
-    from nalora.studies import answer
-    from nalora.studies.conduct import conduct
+    from nalora.studies.conduct import conduct, so_far
     from nalora.studies.schedule import Schedule
     from nalora.studies.study import read
 
@@ -50,6 +51,13 @@ def study(
         for job in schedule.open_jobs({}, {}):
             screen.print(f"{job.key}  {job.label}", highlight=False)
         screen.print(f"{schedule.total({}, {})} runs in all, {len(described.arms)} arms", highlight=False)
+        return
+    if known:
+        if not store.is_dir():
+            raise NALoRAError(
+                str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
+            )
+        _tell(screen, described, so_far(described, store), store)
         return
     from rich.live import Live
 
@@ -66,6 +74,13 @@ def study(
     except KeyboardInterrupt:
         screen.print("stopped; start it again to go on", highlight=False)
         raise typer.Exit(INTERRUPTED) from None
+    _tell(screen, described, progress, store)
+
+
+def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
+    """The answer, on the screen and in the store."""
+    from nalora.studies import answer
+
     parts = answer.answer(progress.schedule, progress.results, progress.failed)
     page = answer.write(described, parts, progress.failed, store)
     screen.print(answer.in_markdown(described, parts, progress.failed), highlight=False, markup=False)

@@ -27,6 +27,7 @@ class Part(NamedTuple):
     rates: dict[str, float | None]  # the learning rate chosen for each arm
     missing: tuple[str, ...]  # arms without all of their runs
     at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
+    screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
 
     def sentences(self) -> list[str]:
         """What may be said."""
@@ -70,7 +71,8 @@ def _part(
     comparisons = {name: compare(_values(records, name), baseline, higher_is_better=name != LOSS)
                    for name in names if baseline in _values(records, name)}  # fmt: skip
     at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
-    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end))
+    screening = {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells}
+    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end), screening)
 
 
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
@@ -98,17 +100,24 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
     for part in parts:
         if part.settings:
             lines.append("## " + ", ".join(f"{name} {value}" for name, value in part.settings.items()) + "\n")
-        lines += [markdown(part.table)]
-        chosen = ", ".join(f"{arm} {rate:g}" if rate else f"{arm} –" for arm, rate in part.rates.items())
-        lines.append(f"Learning rates, chosen by validation loss: {chosen}.\n")
+        if part.table.rows:
+            lines += [markdown(part.table)]
+        lines += ["| arm | learning rate: validation loss |", "|---|---|"]
+        lines += [f"| {arm} | {_in_a_row(losses, part.rates[arm])} |" for arm, losses in part.screening.items()] + [""]
         if part.at_the_end:
-            lines.append(f"At an end of the rates tried, and perhaps better beyond it: {', '.join(part.at_the_end)}.\n")
+            lines.append(f"At an end of the rates tried, and perhaps better beyond it: {'; '.join(part.at_the_end)}.\n")
         if part.missing:
-            lines.append(f"Not complete: {', '.join(part.missing)}.\n")
+            lines.append(f"Not complete: {'; '.join(part.missing)}.\n")
         lines += [f"- {each}" for each in part.sentences()] + [""]
     if failed:
         lines.append(f"{len(failed)} run(s) failed.")
     return "\n".join(lines)
+
+
+def _in_a_row(losses: Mapping[float, float | None], chosen: float | None) -> str:
+    """The rates of an arm with what each came to; the chosen one stands out."""
+    told = {rate: f"{rate:g}: {'–' if loss is None else f'{loss:.4f}'}" for rate, loss in losses.items()}
+    return ", ".join(f"**{text}**" if rate == chosen else text for rate, text in told.items())
 
 
 def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Path) -> Path:
@@ -120,6 +129,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             "settings": part.settings,
             "learning_rates": part.rates,
             "at_the_end_of_the_rates": part.at_the_end,
+            "validation_losses": part.screening,
             "missing": part.missing,
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],

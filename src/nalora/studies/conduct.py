@@ -71,10 +71,9 @@ def conduct(
     store = store.absolute()
     store.mkdir(parents=True, exist_ok=True)
     failures = _Failures(store / f"{study.name}.failures.jsonl")
-    schedule, runs = Schedule(study, str(store)), Store(store)
-    progress = Progress(schedule, {}, {} if retry_failed else failures.read())
-    _find_known(progress, runs)
-    progress.done_before = progress.done
+    runs = Store(store)
+    progress = so_far(study, store, retry_failed=retry_failed)
+    schedule = progress.schedule
     full = False
     try:
         while True:
@@ -109,6 +108,16 @@ def conduct(
             expected="room for the runs that are left",
             fix="make room and start the study again; finished runs are kept",
         )
+    return progress
+
+
+def so_far(study: Study, store: Path, *, retry_failed: bool = False) -> Progress:
+    """What a store holds of a study."""
+    failed = {} if retry_failed else _Failures(store / f"{study.name}.failures.jsonl").read()
+    progress = Progress(Schedule(study, str(store)), {}, failed)
+    _find_known(progress, Store(store))
+    progress.done_before = progress.done
+    progress.total = progress.schedule.total(progress.results, progress.failed)
     return progress
 
 

@@ -57,28 +57,34 @@ class Schedule:
         parts = (VALIDATION, TEST, ANSWERS) if self.study.ask == "all" else (VALIDATION,)
         return [self.job(cell, rate, seed, *parts) for rate in rates for seed in self.study.screening_seeds]
 
-    def chosen_rate(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> float | None:
-        """The learning rate with the lowest mean validation loss; None while runs are missing, or all have failed.
+    def screened(
+        self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
+    ) -> dict[float, float | None]:
+        """The mean validation loss of every learning rate, None while runs are missing.
 
         A run that failed or diverged counts as infinitely bad.
         """
-        rates = cell.arm.learning_rates
-        if len(rates) == 1:
-            return rates[0]
-        means: dict[float, float] = {}
-        for rate in rates:
-            losses = []
-            for seed in self.study.screening_seeds:
-                name = self.job(cell, rate, seed).key
-                if name in failed:
-                    losses.append(math.inf)
-                elif name in results and results[name].has(VALIDATION):
-                    losses.append(results[name].losses[VALIDATION])
-                else:
-                    return None
-            means[rate] = statistics.fmean(losses)
-        best = min(means, key=lambda rate: means[rate])
-        return best if math.isfinite(means[best]) else None
+        means: dict[float, float | None] = {}
+        for rate in cell.arm.learning_rates:
+            names = [self.job(cell, rate, seed).key for seed in self.study.screening_seeds]
+            losses = [
+                math.inf if name in failed else results[name].losses[VALIDATION]
+                for name in names
+                if name in failed or (name in results and results[name].has(VALIDATION))
+            ]
+            means[rate] = statistics.fmean(losses) if len(losses) == len(names) else None
+        return means
+
+    def chosen_rate(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> float | None:
+        """The learning rate with the lowest validation loss; None while runs are missing, or all have failed."""
+        if len(cell.arm.learning_rates) == 1:
+            return cell.arm.learning_rates[0]
+        means = self.screened(cell, results, failed)
+        known = {rate: loss for rate, loss in means.items() if loss is not None}
+        if len(known) < len(means):
+            return None
+        best = min(known, key=lambda rate: known[rate])
+        return best if math.isfinite(known[best]) else None
 
     def final(self, cell: Cell, rate: float) -> list[Job]:
         """The runs that are compared: the chosen learning rate with every seed."""
