@@ -343,6 +343,7 @@ def test_compile_is_one_graph_without_recompiles_and_counts_once(apply_to, impor
     assert tiny.largest_difference(plain_compiled, compiled) > 1e-3
 
 
+@pytest.mark.slow
 def test_compile_with_dynamic_shapes_needs_no_more_graphs_than_plain_lora():
     def train(controlled):
         torch._dynamo.reset()

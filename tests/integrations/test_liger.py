@@ -95,7 +95,7 @@ def switched_on_by_trainer(device: str, folder: str) -> None:
         )
         controller = nalora.attach_trainer(trainer, nalora.NALoRAConfig(apply_to="update"))
         counted, learned = [], []
-        step, compute_loss = controller._after_step, trainer.compute_loss
+        step, compute_loss = controller._leave_step, trainer.compute_loss
 
         def after_step(*args):
             counted.append(controller._groups[0].tokens.tolist())
@@ -105,7 +105,7 @@ def switched_on_by_trainer(device: str, folder: str) -> None:
             learned.append([int(inputs["attention_mask"].sum())] * 2)
             return compute_loss(model, inputs, *args, **kwargs)
 
-        controller._after_step, trainer.compute_loss = after_step, recorded
+        controller._leave_step, trainer.compute_loss = after_step, recorded
         trainer.train()
         assert counted == learned
         assert len(counted) == 4

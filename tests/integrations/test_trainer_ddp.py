@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from test_trainer import difference, make_trainer, rows, train
 
@@ -22,6 +23,7 @@ def run(folder, ranks: int) -> dict:
     return {space: train(make_trainer(folder, data=rows(48), **settings), space) for space in SPACES}
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
     here = Path(__file__).resolve()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

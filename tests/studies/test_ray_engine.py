@@ -178,6 +178,7 @@ def test_runs_of_lost_workers_resume_and_both_engines_give_the_same_numbers(clus
         assert ("the worker was lost" in (tmp_path / f"{key}.log").read_text()) == bool(again)
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_where_it_was(cluster, described, unbroken, tmp_path):
     """kill -9 to `nalora study` when a run is done and another is past a checkpoint; then it is started again."""
     file, store = tmp_path / "small.yaml", tmp_path / "store"
