@@ -82,7 +82,7 @@ def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
 
 def test_sections_come_in_the_order_of_the_questions(tmp_path):
     seen = Page(page([read_run(write_run(tmp_path))]))
-    order = ["learn", "gates", "mismatch", "capacity", "cost", "repeat", "notices"]
+    order = ["answer", "learn", "gates", "mismatch", "capacity", "cost", "repeat", "notices"]
     assert [section["id"] for section in seen.all("section")] == order
 
 

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nalora.cli.screen import console
+from nalora.cli.screen import console, hush_libraries
 
 if TYPE_CHECKING:
     from nalora.report.data import RunData
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders, or a folder of runs.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...|STUDY.yaml", help="Runs' folders, a folder of runs, or a study.")
+    ],
     output: Annotated[
         Path | None, typer.Option(help="The HTML file.", show_default="report.html in the folder given")
     ] = None,
@@ -29,14 +31,22 @@ def report(
     tables: Annotated[
         Path | None, typer.Option(metavar="DIR", help="In place of the page: tables.md and tables.tex.")
     ] = None,
+    store: Annotated[Path, typer.Option(help="Of a study: the folder of its runs.")] = Path("runs/store"),
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Write one HTML file that shows what came of RUNs side by side; it needs no network and can be sent by mail."""
+    """Write one HTML file that shows what came of RUNs side by side, or of a study; it needs no network."""
+    hush_libraries()
+    screen = console()
+    if len(runs) == 1 and runs[0].suffix in (".yaml", ".yml"):
+        path = _write_study(runs[0], store, output)
+        screen.print(f"the report: {path}", highlight=False, markup=False)
+        if open_it:
+            typer.launch(path.resolve().as_uri())
+        return
     from nalora.report.data import read_runs
     from nalora.report.html import write_report
 
     found = read_runs(runs)
-    screen = console()
     if figures or paper_figures or tables:
         _write_parts(found, figures, paper_figures, tables)
         if output is None and not open_it:
@@ -48,6 +58,16 @@ def report(
     screen.print(f"the report: {path}", highlight=False, markup=False)
     if open_it:
         typer.launch(path.resolve().as_uri())
+
+
+def _write_study(file: Path, store: Path, output: Path | None) -> Path:
+    """The report of a study as far as its runs are done."""
+    from nalora.studies.conduct import so_far
+    from nalora.studies.page import write_page
+    from nalora.studies.study import question, read
+
+    study = read(file)
+    return write_page(study, so_far(study, store), store, output or store / f"{study.name}.html", question(file))
 
 
 def _write_parts(

@@ -14,18 +14,20 @@ from nalora.errors import NALoRAError
 from nalora.report import words
 from nalora.report.data import RunData
 from nalora.report.payload import payload
+from nalora.report.study_answer import StudyAnswer
 
-_SCRIPTS = ("page_numbers.js", "page_charts.js", "page_sections.js", "page_capacity.js", "page.js")
+_SCRIPTS = ("page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_capacity.js", "page.js")
+_ONE_OF_EACH = "One run of each arm; what may be said of the arms, over all their seeds, stands above."
 
 
-def write_report(runs: Sequence[RunData], output: str | Path) -> Path:
-    """Write the report and give its path.
+def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswer | None = None) -> Path:
+    """Write the report, that of a study with its answer, and give its path.
 
     Raises:
         NALoRAError: no run is given, plotly is not installed, or the file cannot be written.
     """
     output = Path(output)
-    text = page(runs)
+    text = page(runs, answer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
@@ -36,7 +38,7 @@ def write_report(runs: Sequence[RunData], output: str | Path) -> Path:
     return output
 
 
-def page(runs: Sequence[RunData]) -> str:
+def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
     """The whole page.
 
     Raises:
@@ -45,13 +47,15 @@ def page(runs: Sequence[RunData]) -> str:
     if not runs:
         raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
     data = payload(runs)  # first: it adds to the notices
-    names = ", ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    data["answer"] = answer.numbers() if answer else None
+    names = answer.name if answer else ", ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else "")
     parts = {
         "title": escape(f"nalora report: {names}"),
         "css": _own("page.css"),
         "summary": words.summary(runs),
-        "said": words.said(runs),
-        "answers": words.answers(runs),
+        "answer": answer.html() if answer else "",
+        "said": words.items([_ONE_OF_EACH]) if answer else words.said(runs),
+        "answers": words.answers(runs) + ("" if answer else words.not_asked(runs)),
         "costs": words.costs(runs),
         "repeat": words.repeat(runs),
         "notices": words.notices(runs),

@@ -72,6 +72,7 @@ function chooseLayer(point) {
 }
 
 function makeCharts() {
+  if (report.answer) answerCharts(report.answer);
   addChart("learn", "loss", "Training loss", "At every logged step.", loss);
   const asked = new Map();
   for (const run of runs) for (const [task, who] of Object.entries(run.evaluations)) for (const { scores } of Object.values(who)) {

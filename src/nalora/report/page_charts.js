@@ -168,7 +168,23 @@ const watcher = new IntersectionObserver((entries) => {
     // One at a time, so that the first is there before the last is begun.
     if (chart.seen && chart.stale) setTimeout(() => chart.stale && draw(chart));
   }
+  drawAhead();
 }, { rootMargin: "300px" });
+
+// The others follow while nobody waits, so that who scrolls fast or takes a picture of the page finds them there.
+const whenIdle = window.requestIdleCallback || ((work) => setTimeout(work, 100));
+let ahead = false;
+function drawAhead() {
+  if (ahead) return;
+  ahead = true;
+  whenIdle(() => {
+    ahead = false;
+    const next = window.Plotly && charts.find((chart) => chart.stale);
+    if (!next) return;
+    draw(next);
+    drawAhead();
+  });
+}
 
 function redraw() {
   if (!window.Plotly) return;
@@ -177,4 +193,5 @@ function redraw() {
     chart.box.dataset.stale = "";
     if (chart.seen || printing) draw(chart);
   }
+  drawAhead();
 }

@@ -4,6 +4,7 @@ const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, cha
 const chosen = () => range(runs.length).filter((i) => state.chosen.has(i));
 const detail = () => runs[state.detail];
 const runLegend = (indices, line = dash) => indices.map((i) => ({ name: runs[i].name, colour: colour(i), dash: line(i) }));
+const MOST_TOLD = 4;
 const NO_RUN = "No run is chosen: tick one above.";
 
 // The sentence that stands in place of a chart: what each of the runs lacks.
@@ -11,7 +12,10 @@ function lacking(indices, topic) {
   const said = indices.map((i) => [runs[i].name, runs[i].missing[topic]]).filter(([, why]) => why);
   const all = said.length > 0 && said.every(([, why]) => why === said[0][1]);
   if (!said.length) return "No run that is chosen has this.";
-  return runs.length === 1 || (all && said.length === runs.length) ? said[0][1] : said.map(([n, w]) => `${n}: ${w}`).join(" ");
+  if (runs.length === 1 || (all && said.length === runs.length)) return said[0][1];
+  const told = said.length > MOST_TOLD ? said.slice(0, MOST_TOLD - 1) : said;
+  const more = said.length - told.length;
+  return told.map(([name, why]) => `${name}: ${why}`).join(" ") + (more ? ` And so for ${more} more runs.` : "");
 }
 
 function lines(indices, pick, layout, options = {}) {

@@ -43,8 +43,12 @@ def answers(runs: Sequence[RunData]) -> str:
         tables.append(
             table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval", numbers=True)
         )
-    without = [f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing]
-    return "".join(tables) + notes(without)
+    return "".join(tables)
+
+
+def not_asked(runs: Sequence[RunData]) -> str:
+    """Which runs were asked nothing, and how to ask them."""
+    return notes(f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing)
 
 
 def _cells(found: dict[str, Any], measures: Sequence[str]) -> list[str]:

@@ -122,6 +122,14 @@ def read(file: str | Path) -> Study:
     return understand({"name": path.stem, **given}, where=str(path))
 
 
+def question(file: str | Path) -> str:
+    """What a study's file says that it asks, in the comment before its first line."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    said = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith("# nalora "))
+    return said.partition("Runs: ")[0].strip()
+
+
 def understand(given: Mapping[str, Any], where: str = "study") -> Study:
     """Check a study as a whole: each of its runs must be one that can start.
 

@@ -1,0 +1,55 @@
+// A study's answer: how far each arm is from the baseline, and what each learning rate came to.
+function answerCharts(answer) {
+  document.getElementById("answer").hidden = false;
+  answer.parts.forEach((part, i) => {
+    const among = part.heading ? ` (${part.heading})` : "";
+    for (const [j, measure] of Object.keys(part.differences).entries()) {
+      addChart("answer", `difference-${i}-${j}`, `${measure}: difference to ${answer.baseline}${among}`,
+        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure));
+    }
+    addChart("answer", `rates-${i}`, `Learning rates${among}`, "Validation loss; the chosen rate of an arm is filled.",
+      () => rateCurves(part), { wide: true });
+  });
+}
+
+function differences(part, measure) {
+  const rows = part.differences[measure].filter((row) => row.value !== null);
+  if (!rows.length) return { missing: "No arm has been run with the baseline's seeds yet." };
+  const arms = Object.keys(part.screening);
+  const traces = rows.map((row) => {
+    const stroke = row.verdict === "better" || row.verdict === "worse" ? colour(arms.indexOf(row.arm)) : css("--faint");
+    const [low, high] = row.interval || [row.value, row.value];
+    const told = row.interval ? `95 % interval ${shown(low)} … ${shown(high)}, ${row.seeds} seeds` : "one seed";
+    return {
+      type: "scatter", mode: "markers", orientation: "h", name: row.arm, x: [row.value], y: [row.arm],
+      marker: { color: stroke, size: 10 },
+      error_x: { type: "data", symmetric: false, array: [high - row.value], arrayminus: [row.value - low], color: stroke, thickness: 2, width: 6 },
+      hovertemplate: `%{x:+.4~g}<br>${told}<br>${row.verdict}<extra>${row.arm}</extra>`,
+    };
+  });
+  const spoken = rows.map((row) => `${row.arm} ${shown(row.value)}, ${row.verdict}`).join("; ");
+  const layout = {
+    xaxis: { title: { text: `difference in ${measure}` }, zeroline: true, zerolinecolor: css("--ink"), zerolinewidth: 1 },
+    yaxis: { type: "category", range: [rows.length - 0.5, -0.5] },
+  };
+  return { traces, layout, spoken, height: 90 + 26 * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
+}
+
+function rateCurves(part) {
+  const traces = [], legend = [], unknown = [];
+  Object.entries(part.screening).forEach(([arm, losses], i) => {
+    const known = losses.filter(([, loss]) => loss !== null);
+    if (!known.length) { unknown.push(arm); return; }
+    const filled = known.map(([rate]) => (rate === part.rates[arm] ? "circle" : "circle-open"));
+    traces.push({
+      type: "scatter", mode: "lines+markers", name: arm, x: known.map(([rate]) => rate), y: known.map(([, loss]) => loss),
+      line: { color: colour(i), dash: dash(i), width: 2 }, marker: { symbol: filled, size: 9 },
+      hovertemplate: "learning rate %{x}<br>validation loss %{y:.5~g}<extra>%{fullData.name}</extra>",
+    });
+    legend.push({ name: arm, colour: colour(i), dash: dash(i) });
+  });
+  if (!traces.length) return { missing: "No run of the study has ended yet." };
+  const layout = { xaxis: { type: "log", dtick: "D2", tickformat: "~g", title: { text: "learning rate" } }, yaxis: { title: { text: "validation loss" } } };
+  const note = unknown.length ? `No run yet: ${unknown.join("; ")}.` : "";
+  return { traces, layout, legend, note, height: 420 };
+}

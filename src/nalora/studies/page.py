@@ -1,0 +1,76 @@
+"""A study's report: its answer first, then one run of each arm in detail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from nalora.errors import NALoRAError
+from nalora.report.data import RunData, read_run
+from nalora.report.html import write_report
+from nalora.report.study_answer import AnswerPart, Difference, StudyAnswer
+from nalora.studies.answer import Part, answer
+from nalora.studies.conduct import Progress
+from nalora.studies.schedule import Cell
+from nalora.studies.store import VALIDATION
+from nalora.studies.study import Study
+
+
+def write_page(study: Study, progress: Progress, store: Path, output: Path, question: str = "") -> Path:
+    """Write the report of what is known of a study; its path.
+
+    Raises:
+        NALoRAError: no run of the study has ended.
+    """
+    shown = [(cell, key) for cell in progress.schedule.cells if (key := _shown(progress, cell)) is not None]
+    if not shown:
+        raise NALoRAError(
+            str(store), found=f"no finished run of {study.name}", expected="one or more", fix="run the study first"
+        )
+    runs = [_named(read_run(store / key), cell) for cell, key in shown]
+    parts = answer(progress.schedule, progress.results, progress.failed)
+    return write_report(
+        runs, output, StudyAnswer(study.name, question, study.baseline, [_part(each) for each in parts])
+    )
+
+
+def _shown(progress: Progress, cell: Cell) -> str | None:
+    """The run that stands for an arm: its first seed at the chosen rate, or the best that is known."""
+    schedule, results = progress.schedule, progress.results
+    rate = schedule.chosen_rate(cell, results, progress.failed)
+    if rate is not None:
+        for job in schedule.final(cell, rate):
+            if job.key in results:
+                return job.key
+    jobs = [job for job in schedule.screening(cell) if job.key in results]
+    best = min(jobs, key=lambda job: results[job.key].losses.get(VALIDATION, math.inf), default=None)
+    return best.key if best else None
+
+
+def _named(run: RunData, cell: Cell) -> RunData:
+    rate, seed = run.settings.get("learning_rate"), run.settings.get("seed")
+    told = f"lr {rate:g}" if isinstance(rate, float) else ""
+    return replace(run, name=f"{cell.name} ({told}, seed {seed})")
+
+
+def _part(part: Part) -> AnswerPart:
+    notes = []
+    if part.at_the_end:
+        notes.append(f"At an end of the rates tried, and perhaps better beyond it: {'; '.join(part.at_the_end)}.")
+    if part.missing:
+        notes.append(f"Not complete: {'; '.join(part.missing)}.")
+    return AnswerPart(
+        heading=", ".join(f"{name} {value}" for name, value in part.settings.items()),
+        table=part.table,
+        sentences=part.sentences(),
+        notes=notes,
+        screening=part.screening,
+        rates=part.rates,
+        differences={
+            measure: [
+                Difference(each.method, each.difference, each.interval, each.seeds, each.verdict) for each in found
+            ]
+            for measure, found in part.comparisons.items()
+        },
+    )
