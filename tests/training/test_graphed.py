@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 
+import peft
 import pytest
 import tiny
 import torch
 
 import nalora
-from nalora.training.data import Collator
+from nalora import tasks
+from nalora.evaluation.writing import Writer
+from nalora.models.loading import ModelSpec, load
+from nalora.studies.job import let_go_of_memory
+from nalora.training.data import Collator, Encoder
 from nalora.training.folder import RunFolder
 from nalora.training.run import train
 from nalora.training.settings import check
@@ -69,6 +74,26 @@ def test_liger_s_layers_can_be_captured(settings, tmp_path):
     train(check({**settings, "method": "na-lora", "liger": True, "cuda_graphs": True, "output": str(tmp_path / "run")}))
     losses = [row["loss"] for row in rows(tmp_path / "run")]
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_after_a_replayed_run_the_same_process_writes_what_generate_writes(settings, tmp_path):
+    """Nothing of training is left behind: no graph's memory, none of Liger's layers."""
+    pytest.importorskip("liger_kernel")
+    folder = RunFolder(tmp_path / "run")
+    for seed in (0, 1):
+        output = str(tmp_path / "run") if seed else str(tmp_path / "before")
+        train(check({**settings, "liger": True, "cuda_graphs": True, "seed": seed, "output": output}))
+    let_go_of_memory()
+    base = load(ModelSpec(settings["model"], dtype="float32"))
+    model = peft.PeftModel.from_pretrained(base.model, folder.adapter).eval()
+    task = tasks.get("gym/chain_sum", train_size=4, test_size=70)
+    writer = Writer(model, Encoder(base.processor), max_new_tokens=48, batch_tokens=16_384)
+    assert writer.static
+    replayed = [writer.answer(batch) for batch in writer.batches(task.test_examples())]
+    writer.static = False
+    assert replayed == [writer.answer(batch) for batch in writer.batches(task.test_examples())]
 
 
 def test_batches_come_in_few_lengths():

@@ -8,6 +8,7 @@ half of it has.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 _BETWEEN_LOOKS = 16
 # Eager steps before a capture, so that every kernel is loaded and every workspace is there.
 _EAGER_STEPS = 2
+_ALIGNED = 64
 
 Stops = Callable[[list[int]], bool]
 
@@ -161,11 +163,12 @@ def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Ten
     """The batch after its prompts were read and its first token chosen."""
     from transformers import StaticCache
 
-    longest = ids.shape[1] + room
+    # Attention kernels read masks in aligned stretches.
+    longest = math.ceil((ids.shape[1] + room) / _ALIGNED) * _ALIGNED
     cache = StaticCache(config=_config(model), max_cache_len=longest)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     # Positions that are not written yet are hidden by causality, so the mask need not grow.
-    whole = torch.cat([mask, mask.new_ones(len(mask), room)], dim=1)
+    whole = torch.cat([mask, mask.new_ones(len(mask), longest - ids.shape[1])], dim=1)
     outputs = model(
         input_ids=ids,
         attention_mask=whole[:, : ids.shape[1]],
