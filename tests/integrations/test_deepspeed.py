@@ -5,8 +5,6 @@ The ranks are processes of their own that run this file as a script, on the CPU 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from ranks import results_of_two
 from test_fsdp2 import batch, build, my_rows, world
 from test_trainer import make_trainer, rows
 from torch.optim import SGD
@@ -136,21 +135,7 @@ def main(folder: Path) -> None:
 def launched(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(Path(__file__).resolve()), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)]
+    return results_of_two(__file__, folder, DS_ACCELERATOR="cpu")
 
 
 def assert_near(expected, first, second):

@@ -7,8 +7,6 @@ The ranks are processes of their own that run this file as a script. On the CPU 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import tiny
 import torch
 import torch.distributed as dist
 import transformers
+from ranks import results_of_two
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -273,17 +272,7 @@ def launched(tmp_path_factory):
     for name in ("one", "two"):
         (folder / name).mkdir()
     first_half(folder / "one" / "training.pt")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(Path(__file__).resolve()), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return *(torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)), folder
+    return *results_of_two(__file__, folder), folder
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from ranks import run_as_two
 from torch.optim import SGD
 
 import nalora
@@ -63,11 +64,7 @@ def test_the_survivor_says_what_happened(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_ends_the_rest():
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(Path(__file__).resolve())], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = run_as_two(__file__, timeout=100)
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stderr
 

@@ -6,12 +6,12 @@ The ranks are processes of their own that run this file as a script.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import results_of_two
 from test_trainer import difference, make_trainer, rows, train
 
 SPACES = ("gradient", "update")
@@ -25,15 +25,8 @@ def run(folder, ranks: int) -> dict:
 
 @pytest.mark.slow
 def test_two_ranks_are_one(tmp_path):
-    here = Path(__file__).resolve()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(here), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = results_of_two(__file__, tmp_path)
     expected = run(tmp_path, ranks=1)
-    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
     for space in SPACES:
         for one, other in zip(first[space], second[space], strict=True):
             assert all(torch.equal(one[key], other[key]) for key in one)

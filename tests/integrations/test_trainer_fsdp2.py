@@ -8,13 +8,13 @@ of their own that run this file as a script.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from ranks import results_of_two
 from test_trainer import difference, make_trainer, rows
 
 import nalora
@@ -78,17 +78,7 @@ def main(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp2")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(Path(__file__).resolve()), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in (0, 1)]
+    return results_of_two(__file__, folder)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,8 +6,6 @@ The ranks are processes of their own that run this file as a script.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from gradient_models import (
     start_on,
     wrapped,
 )
+from ranks import results_of_two
 from torch import nn
 
 import nalora
@@ -401,13 +400,7 @@ def test_an_embedding_is_refused():
 
 
 def test_two_processes_are_one(tmp_path):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    first, second = results_of_two(__file__, tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
     agree(first, collect(wrapped(llama(dtype=torch.float64)), start_on(rows(12), 4)), 1e-6)
     assert len(list((tmp_path / "cache").iterdir())) == 1
