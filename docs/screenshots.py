@@ -1,4 +1,7 @@
-"""Take the pictures of reports that the documentation shows: python docs/screenshots.py RUN...
+"""Take the pictures of reports that the documentation shows.
+
+python docs/screenshots.py RUN...
+python docs/screenshots.py --study studies/gsm8k.yaml --store results/store
 
 Each is of a part of a real report in Chromium, as a reader sees it; runs with gates, a diagnosis and evaluations fill
 all of them. The pictures go to docs/figures/report-*.png.
@@ -10,11 +13,15 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nalora.report.data import read_runs
 from nalora.report.html import write_report
+from nalora.studies.conduct import so_far
+from nalora.studies.page import write_page
+from nalora.studies.study import question, read
 
 FIGURES = Path(__file__).parent / "figures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -29,28 +36,43 @@ PICTURES = (
     ("dark", "#gates", 1200, 900, "dark"),
     ("phone", "body", 400, 860, "light"),
 )
+OF_A_STUDY = (("study", "#answer", 1200, 1000, "light"),)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
+    parser.add_argument("--study", type=Path)
+    parser.add_argument("--store", type=Path, default=Path("runs/store"))
+    args = parser.parse_args()
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         sys.exit(f"no browser: install one of {', '.join(BROWSERS)}")
-    runs = read_runs(parser.parse_args().runs)
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        report = write_report(runs, Path(folder) / "report.html")
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        for name, place, width, height, theme in PICTURES:
-            context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
-            page = context.new_page()
-            page.goto(report.as_uri())
-            if take(page, place, FIGURES / f"report-{name}.png"):
-                print(FIGURES / f"report-{name}.png")
-            context.close()
+        if args.runs:
+            report = write_report(read_runs(args.runs), Path(folder) / "report.html")
+            take_all(chromium, report, PICTURES)
+        if args.study:
+            take_all(chromium, report_of(args.study, args.store, Path(folder) / "study.html"), OF_A_STUDY)
         chromium.close()
+
+
+def report_of(file: Path, store: Path, output: Path) -> Path:
+    study = read(file)
+    return write_page(study, so_far(study, store), store, output, question(file))
+
+
+def take_all(chromium: Any, report: Path, pictures: Sequence[tuple[str, str, int, int, str]]) -> None:
+    for name, place, width, height, theme in pictures:
+        context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+        page = context.new_page()
+        page.goto(report.as_uri())
+        if take(page, place, FIGURES / f"report-{name}.png"):
+            print(FIGURES / f"report-{name}.png")
+        context.close()
 
 
 def take(page: Any, place: str, target: Path) -> bool:

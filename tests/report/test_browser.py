@@ -296,7 +296,7 @@ def test_ten_long_runs_stay_small_and_open_at_once(browser, tmp_path):
         shutil.copy(first / "gates.jsonl", run / "gates.jsonl")  # writing it takes longer than all the rest
     large = write_report(read_runs([tmp_path]), tmp_path / "report.html")
     assert large.stat().st_size < 15e6
-    for _ in range(3):
+    for _ in range(5):
         context = browser.new_context(viewport={"width": 1600, "height": 1000})
         page = context.new_page()
         session = context.new_cdp_session(page)

@@ -12,12 +12,14 @@ function answerCharts(answer) {
   });
 }
 
+// An arm has the colour of the run that stands for it below.
+const placeOf = (part, arm) => part.shown[arm] ?? runs.length + Object.keys(part.screening).indexOf(arm);
+
 function differences(part, measure) {
   const rows = part.differences[measure].filter((row) => row.value !== null);
   if (!rows.length) return { missing: "No arm has been run with the baseline's seeds yet." };
-  const arms = Object.keys(part.screening);
   const traces = rows.map((row) => {
-    const stroke = row.verdict === "better" || row.verdict === "worse" ? colour(arms.indexOf(row.arm)) : css("--faint");
+    const stroke = row.verdict === "better" || row.verdict === "worse" ? colour(placeOf(part, row.arm)) : css("--faint");
     const [low, high] = row.interval || [row.value, row.value];
     const told = row.interval ? `95 % interval ${shown(low)} … ${shown(high)}, ${row.seeds} seeds` : "one seed";
     return {
@@ -37,9 +39,10 @@ function differences(part, measure) {
 
 function rateCurves(part) {
   const traces = [], legend = [], unknown = [];
-  Object.entries(part.screening).forEach(([arm, losses], i) => {
+  for (const [arm, losses] of Object.entries(part.screening)) {
     const known = losses.filter(([, loss]) => loss !== null);
-    if (!known.length) { unknown.push(arm); return; }
+    if (!known.length) { unknown.push(arm); continue; }
+    const i = placeOf(part, arm);
     const filled = known.map(([rate]) => (rate === part.rates[arm] ? "circle" : "circle-open"));
     traces.push({
       type: "scatter", mode: "lines+markers", name: arm, x: known.map(([rate]) => rate), y: known.map(([, loss]) => loss),
@@ -47,7 +50,7 @@ function rateCurves(part) {
       hovertemplate: "learning rate %{x}<br>validation loss %{y:.5~g}<extra>%{fullData.name}</extra>",
     });
     legend.push({ name: arm, colour: colour(i), dash: dash(i) });
-  });
+  }
   if (!traces.length) return { missing: "No run of the study has ended yet." };
   const layout = { xaxis: { type: "log", dtick: "D2", tickformat: "~g", title: { text: "learning rate" } }, yaxis: { title: { text: "validation loss" } } };
   const note = unknown.length ? `No run yet: ${unknown.join("; ")}.` : "";

@@ -168,22 +168,22 @@ const watcher = new IntersectionObserver((entries) => {
     // One at a time, so that the first is there before the last is begun.
     if (chart.seen && chart.stale) setTimeout(() => chart.stale && draw(chart));
   }
-  drawAhead();
+  drawAhead(1500);
 }, { rootMargin: "300px" });
 
 // The others follow while nobody waits, so that who scrolls fast or takes a picture of the page finds them there.
 const whenIdle = window.requestIdleCallback || ((work) => setTimeout(work, 100));
 let ahead = false;
-function drawAhead() {
+function drawAhead(wait = 0) {
   if (ahead) return;
   ahead = true;
-  whenIdle(() => {
+  setTimeout(() => whenIdle(() => {
     ahead = false;
     const next = window.Plotly && charts.find((chart) => chart.stale);
     if (!next) return;
     draw(next);
     drawAhead();
-  });
+  }), wait);
 }
 
 function redraw() {

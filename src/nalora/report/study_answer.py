@@ -34,6 +34,7 @@ class AnswerPart:
         screening: validation losses by arm and learning rate, None where a run is missing.
         rates: the learning rate chosen for each arm.
         differences: from the baseline, by measure.
+        shown: which of the report's runs stands for an arm.
     """
 
     heading: str
@@ -43,6 +44,7 @@ class AnswerPart:
     screening: Mapping[str, Mapping[float, float | None]]
     rates: Mapping[str, float | None]
     differences: Mapping[str, Sequence[Difference]]
+    shown: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class StudyAnswer:
                 {
                     "heading": part.heading,
                     "rates": finite(dict(part.rates)),
+                    "shown": dict(part.shown),
                     "screening": {
                         arm: [[rate, finite(loss)] for rate, loss in losses.items()]
                         for arm, losses in part.screening.items()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.report.data import RunData, read_run
@@ -29,10 +31,9 @@ def write_page(study: Study, progress: Progress, store: Path, output: Path, ques
             str(store), found=f"no finished run of {study.name}", expected="one or more", fix="run the study first"
         )
     runs = [_named(read_run(store / key), cell) for cell, key in shown]
-    parts = answer(progress.schedule, progress.results, progress.failed)
-    return write_report(
-        runs, output, StudyAnswer(study.name, question, study.baseline, [_part(each) for each in parts])
-    )
+    places = {(cell.settings, cell.arm.name): place for place, (cell, _) in enumerate(shown)}
+    parts = [_part(each, places) for each in answer(progress.schedule, progress.results, progress.failed)]
+    return write_report(runs, output, StudyAnswer(study.name, question, study.baseline, parts))
 
 
 def _shown(progress: Progress, cell: Cell) -> str | None:
@@ -54,7 +55,8 @@ def _named(run: RunData, cell: Cell) -> RunData:
     return replace(run, name=f"{cell.name} ({told}, seed {seed})")
 
 
-def _part(part: Part) -> AnswerPart:
+def _part(part: Part, places: Mapping[tuple[Any, str], int]) -> AnswerPart:
+    here = tuple(part.settings.items())
     notes = []
     if part.at_the_end:
         notes.append(f"At an end of the rates tried, and perhaps better beyond it: {'; '.join(part.at_the_end)}.")
@@ -73,4 +75,5 @@ def _part(part: Part) -> AnswerPart:
             ]
             for measure, found in part.comparisons.items()
         },
+        shown={arm: places[here, arm] for arm in part.rates if (here, arm) in places},
     )
