@@ -145,9 +145,11 @@ class BlockGroup:
     def _over(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all data-parallel ranks, so that every rank decides the same."""
         sensitivity, regimes, tokens = self.stacked.totals()
-        counts = torch.cat([regimes, tokens[:, None]], dim=1)
-        processes.add_up_in(ranks, sensitivity, counts)
-        return sensitivity, counts[:, :3], counts[:, 3]
+        if processes.are_several(ranks):
+            counts = torch.cat([regimes, tokens[:, None]], dim=1)
+            processes.add_up_in(ranks, sensitivity, counts)
+            regimes, tokens = counts[:, :3], counts[:, 3]
+        return sensitivity, regimes, tokens
 
 
 def group_blocks(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:

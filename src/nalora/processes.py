@@ -53,13 +53,18 @@ def add_up(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def are_several(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether there is anybody else in the group to talk to; None: among all that talk to each other."""
+    return _talking() and dist.get_world_size(group) > 1
+
+
 def add_up_in(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
     """Sum each tensor over the processes of a group, in place; None: over all that talk to each other.
 
     Raises:
         NALoRAError: another process of the group has ended.
     """
-    if not _talking() or dist.get_world_size(group) == 1:
+    if not are_several(group):
         return
     try:
         for tensor in tensors:
@@ -68,7 +73,7 @@ def add_up_in(group: dist.ProcessGroup | None, *tensors: Tensor) -> None:
         raise NALoRAError(
             f"process {dist.get_rank()} of {dist.get_world_size()}",
             found=f"no answer from another process of this training: {str(error).splitlines()[0]}",
-            expected="every process at this step, to add up what its gates saw",
+            expected="every process here, to add up what each of them has",
             fix="look for the process that ended first (killed, out of memory, its own error), then resume from the"
             " last checkpoint",
         ) from error

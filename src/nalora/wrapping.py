@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import nn
 
@@ -18,6 +20,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """The model that PEFT wrapped, with the adapters in it; a model that nobody wrapped is its own."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else model
+
+
 def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that a wrapper averages gradients over; None: all of them, or there is no wrapper to ask."""
     inside: nn.Module | None = model
@@ -29,6 +37,12 @@ def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
             return group
         inside = _inner(inside)
     return None
+
+
+def flattens_parameters(trainer: Any) -> bool:
+    """Whether a `transformers.Trainer` runs FSDP's first version, which cuts parameters anywhere."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return bool(trainer.is_fsdp_enabled) and getattr(plugin, "fsdp_version", 1) < 2
 
 
 def _inner(model: nn.Module) -> nn.Module | None:

@@ -14,8 +14,9 @@ import transformers
 
 import nalora
 from nalora.diagnostics.lockstep import Lockstep
-from nalora.diagnostics.sites import base_of, find_sites
+from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin
+from nalora.wrapping import base_of
 
 
 def padded(batch=3, length=10):

@@ -39,22 +39,19 @@ def report(
     screen = console()
     if len(runs) == 1 and runs[0].suffix in (".yaml", ".yml"):
         path = _write_study(runs[0], store, output)
-        screen.print(f"the report: {path}", highlight=False, markup=False)
-        if open_it:
-            typer.launch(path.resolve().as_uri())
-        return
-    from nalora.report.data import read_runs
-    from nalora.report.html import write_report
+    else:
+        from nalora.report.data import read_runs
+        from nalora.report.html import write_report
 
-    found = read_runs(runs)
-    if figures or paper_figures or tables:
-        _write_parts(found, figures, paper_figures, tables)
-        if output is None and not open_it:
-            return
-    path = write_report(found, output or default_output(runs))
-    for run in found:
-        for notice in run.notices:
-            screen.print(f"{run.name}: {notice}", highlight=False, markup=False)
+        found = read_runs(runs)
+        if figures or paper_figures or tables:
+            _write_parts(found, figures, paper_figures, tables)
+            if output is None and not open_it:
+                return
+        path = write_report(found, output or default_output(runs))
+        for run in found:
+            for notice in run.notices:
+                screen.print(f"{run.name}: {notice}", highlight=False, markup=False)
     screen.print(f"the report: {path}", highlight=False, markup=False)
     if open_it:
         typer.launch(path.resolve().as_uri())

@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nalora.cli.screen import console, hush_libraries, table
+from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
 from nalora.progress import bars
-
-INTERRUPTED = 130
 
 
 def train(

@@ -11,6 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+# What a command exits with that Ctrl-C stopped, as shells have it.
+INTERRUPTED = 130
+
 
 def hush_libraries() -> None:
     """Keep the notices of libraries out of what a command prints; its errors still come through."""

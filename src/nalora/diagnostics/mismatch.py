@@ -21,11 +21,12 @@ from nalora.diagnostics.masks import final_state
 from nalora.diagnostics.mismatch_measures import STATISTICS, measures
 from nalora.diagnostics.pairs import open_pair
 from nalora.diagnostics.probe import on_device
-from nalora.diagnostics.sites import GateSite, base_of, find_sites
+from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.errors import NALoRAError
 from nalora.progress import Report
 from nalora.training.folder import write_json
 from nalora.training.saved_run import finished_run
+from nalora.wrapping import base_of
 
 FILE_NAME = "mismatch.json"
 CHANNELS_FILE = "mismatch_channels.safetensors"

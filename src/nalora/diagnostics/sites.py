@@ -13,6 +13,7 @@ from torch import nn
 from nalora.activations import Activation
 from nalora.blocks import FFNBlock, find_blocks
 from nalora.errors import NALoRAError
+from nalora.wrapping import base_of
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,6 @@ class GateSite:
     def thresholds(self) -> tuple[float, float] | None:
         """The characteristic points that bound the responsive regime; None for an activation without regimes."""
         return self.activation.characteristic_points
-
-
-def base_of(model: nn.Module) -> nn.Module:
-    """The model that PEFT wrapped, with the adapters in it; a model that nobody wrapped is its own."""
-    wrapped: Any = model
-    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else model
 
 
 def find_sites(model: nn.Module) -> tuple[GateSite, ...]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nalora.wrapping import base_of
+
 # Tokens written between two looks at which rows have ended; each look waits for the GPU.
 _BETWEEN_LOOKS = 16
 # Eager steps before a capture, so that every kernel is loaded and every workspace is there.
@@ -26,7 +28,7 @@ Stops = Callable[[list[int]], bool]
 
 def can_write(model: nn.Module) -> bool:
     """Whether the model is one that this module writes with: a decoder whose every layer caches all positions."""
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    inner = base_of(model)
     config = getattr(inner, "config", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     takes = inspect.signature(inner.forward).parameters
@@ -95,7 +97,7 @@ def write_greedily(
         rows.finished.copy_(~torch.tensor(going, device=ids.device))
         if sum(going) <= len(going) // 2:
             chosen = torch.tensor([i for i, each in enumerate(going) if each], device=ids.device)
-            alive, rows = alive[chosen], rows.kept(chosen, _config(model))
+            alive, rows = alive[chosen], rows.kept(chosen, base_of(model).config)
             step = _Step(model, rows, end_tokens, pad, max_new_tokens)
     ends_of = set(ends)
     return [_until_end(row, ends_of) for row in written[:, :count].tolist()]
@@ -165,7 +167,7 @@ def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Ten
 
     # Attention kernels read masks in aligned stretches.
     longest = math.ceil((ids.shape[1] + room) / _ALIGNED) * _ALIGNED
-    cache = StaticCache(config=_config(model), max_cache_len=longest)
+    cache = StaticCache(config=base_of(model).config, max_cache_len=longest)
     position = (mask.cumsum(1) - 1).clamp(min=0)
     # Positions that are not written yet are hidden by causality, so the mask need not grow.
     whole = torch.cat([mask, mask.new_ones(len(mask), longest - ids.shape[1])], dim=1)
@@ -180,11 +182,6 @@ def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Ten
     token = outputs.logits[:, -1].argmax(-1, keepdim=True)
     finished = (token == ends).any(-1)
     return _Rows(cache, whole, token, position[:, -1:] + 1, finished)
-
-
-def _config(model: nn.Module) -> Any:
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
-    return inner.config
 
 
 def _going_on(written: list[list[int]], finished: list[bool], stops: Stops) -> list[bool]:

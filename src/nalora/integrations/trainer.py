@@ -18,6 +18,7 @@ from nalora.config import NALoRAConfig
 from nalora.controller import Kernels, NALoRAController
 from nalora.errors import NALoRAError
 from nalora.following import follow
+from nalora.wrapping import flattens_parameters
 
 METRIC_PREFIX = "nalora/"
 
@@ -66,7 +67,7 @@ def _refuse_unusable(trainer: Trainer) -> None:
             "set gradient_accumulation_steps to 1, or launch with DDP or FSDP2",
         ),
         (
-            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1,
+            flattens_parameters(trainer),
             "a Trainer that runs FSDP1, which flattens parameters and cuts them anywhere",
             "set fsdp_version: 2",
         ),

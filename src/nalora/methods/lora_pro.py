@@ -18,6 +18,7 @@ from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
 from nalora.sharding import local
+from nalora.wrapping import flattens_parameters
 
 _ADAPTER = "default"
 
@@ -141,11 +142,10 @@ def _full(trainer: Any, pairs: Sequence[Pair]) -> LoRAProAdamW:
 
 def _refuse_unless_steps_are_whole(trainer: Any, mode: str) -> None:
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refusals = (
         (trainer.is_deepspeed_enabled, "DeepSpeed, which keeps its own parameters", "launch without DeepSpeed"),
         (
-            trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) < 2,
+            flattens_parameters(trainer),
             "FSDP's first version, which flattens A and B",
             "set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does",
         ),

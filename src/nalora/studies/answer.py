@@ -29,6 +29,19 @@ class Part(NamedTuple):
     at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
     screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
 
+    @property
+    def heading(self) -> str:
+        """The combination of settings; empty where the study has one alone."""
+        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the choice of rates and of what is missing."""
+        told = (
+            ("At an end of the rates tried, and perhaps better beyond it", self.at_the_end),
+            ("Not complete", self.missing),
+        )
+        return [f"{what}: {'; '.join(arms)}." for what, arms in told if arms]
+
     def sentences(self) -> list[str]:
         """What may be said."""
         return [sentence(each, measure) for measure, found in self.comparisons.items() for each in found]
@@ -98,16 +111,13 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
     """The answer as a page."""
     lines = [f"# {study.name}\n"]
     for part in parts:
-        if part.settings:
-            lines.append("## " + ", ".join(f"{name} {value}" for name, value in part.settings.items()) + "\n")
+        if part.heading:
+            lines.append(f"## {part.heading}\n")
         if part.table.rows:
             lines += [markdown(part.table)]
         lines += ["| arm | learning rate: validation loss |", "|---|---|"]
         lines += [f"| {arm} | {_in_a_row(losses, part.rates[arm])} |" for arm, losses in part.screening.items()] + [""]
-        if part.at_the_end:
-            lines.append(f"At an end of the rates tried, and perhaps better beyond it: {'; '.join(part.at_the_end)}.\n")
-        if part.missing:
-            lines.append(f"Not complete: {'; '.join(part.missing)}.\n")
+        lines += [f"{note}\n" for note in part.notes()]
         lines += [f"- {each}" for each in part.sentences()] + [""]
     if failed:
         lines.append(f"{len(failed)} run(s) failed.")

@@ -54,7 +54,7 @@ def work(job: Job, device: str | None = None) -> None:
     known = Store(job.store).result(job.key)
     if known and all(known.has(part) for part in job.parts):
         return
-    if known and not (folder.adapter.is_dir() or folder.model.is_dir()):
+    if known and not folder.trained.is_dir():
         shutil.rmtree(folder.path)
         known = None
     if known is None:

@@ -57,16 +57,11 @@ def _named(run: RunData, cell: Cell) -> RunData:
 
 def _part(part: Part, places: Mapping[tuple[Any, str], int]) -> AnswerPart:
     here = tuple(part.settings.items())
-    notes = []
-    if part.at_the_end:
-        notes.append(f"At an end of the rates tried, and perhaps better beyond it: {'; '.join(part.at_the_end)}.")
-    if part.missing:
-        notes.append(f"Not complete: {'; '.join(part.missing)}.")
     return AnswerPart(
-        heading=", ".join(f"{name} {value}" for name, value in part.settings.items()),
+        heading=part.heading,
         table=part.table,
         sentences=part.sentences(),
-        notes=notes,
+        notes=part.notes(),
         screening=part.screening,
         rates=part.rates,
         differences={
