@@ -33,6 +33,7 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
     done_before: int = 0
     total: int = 0
+    stopping: bool = False
 
     @property
     def done(self) -> int:
@@ -99,6 +100,10 @@ def conduct(
                 else:
                     progress.failed[ended.key] = ended.error or "it ended without a result"
                     failures.add(job, progress.failed[ended.key])
+    except KeyboardInterrupt:
+        progress.stopping = True
+        changed(progress)
+        raise
     finally:
         engine.close()
     if full and schedule.open_jobs(progress.results, progress.failed):

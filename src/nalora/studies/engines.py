@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -17,6 +18,7 @@ from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
 Do = Callable[[Job], None]
 _TERMINATED = 128 + 15  # as a shell would say of SIGTERM
+_SECONDS_TO_END = 30.0
 
 
 class Ended(NamedTuple):
@@ -29,6 +31,11 @@ class Ended(NamedTuple):
     def too_crowded(self) -> bool:
         """Whether it failed for want of a GPU's memory, which beside fewer runs it might have had."""
         return self.error is not None and self.error.startswith("OutOfMemoryError")
+
+    @property
+    def lost_the_gpu(self) -> bool:
+        """Whether its process can do nothing more on its GPU: after such an error every later call fails as well."""
+        return self.error is not None and "CUDA error" in self.error
 
 
 class Engine(Protocol):
@@ -119,9 +126,12 @@ class LocalEngine:
             assert job is not None
             try:
                 ended.append(Ended(job.key, worker.pipe.recv()))
+                dead = ended[-1].lost_the_gpu
             except (EOFError, OSError):
                 worker.process.join(5)
                 ended.append(Ended(job.key, f"its process died (exit code {worker.process.exitcode})"))
+                dead = True
+            if dead:
                 worker.stop()
                 self._workers[place] = None
         return ended
@@ -137,9 +147,20 @@ class LocalEngine:
         return True
 
     def close(self) -> None:
-        """Kill every worker; what they were doing can be resumed."""
-        for worker in self._workers:
-            if worker is not None:
+        """Tell every worker to end, which a training run does with a checkpoint; those that take long are killed.
+
+        Raises:
+            KeyboardInterrupt: asked again while waiting; all are killed at once then.
+        """
+        workers = [worker for worker in self._workers if worker is not None]
+        latest = time.monotonic() + _SECONDS_TO_END
+        try:
+            for worker in workers:
+                worker.process.terminate()
+            for worker in workers:
+                worker.process.join(max(0.0, latest - time.monotonic()))
+        finally:
+            for worker in workers:
                 worker.stop()
 
 
