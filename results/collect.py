@@ -22,6 +22,8 @@ def main() -> None:
     store = parser.parse_args().store
     runs = sorted(file.parent for file in store.glob("*/result.json"))
     for run in runs:
+        # Whole or not at all: what an earlier training of the same run came to is not this one's.
+        shutil.rmtree(HERE / run.name, ignore_errors=True)
         summaries = [file for file in run.glob("evaluations/**/*.json") if file.is_file()]
         for file in [*(run / name for name in KEPT), *summaries]:
             place = HERE / run.name / file.relative_to(run)
