@@ -7,6 +7,7 @@ import tiny
 import torch
 import transformers
 
+from nalora.evaluation import static_writing
 from nalora.evaluation.static_writing import can_write, write_greedily
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
@@ -46,6 +47,25 @@ def test_the_same_tokens_as_generate(device, tokens):
     assert found == expected
     if tokens == 40:
         assert {len(row) for row in found} > {40}, "some rows end early, some never"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
+    model = tiny.llama(torch.float64).to(device).eval()
+    ids, mask = prompts(device)
+    whole = write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD)
+    lengths = []
+    kept = static_writing._Rows.kept
+    monkeypatch.setattr(
+        static_writing._Rows,
+        "kept",
+        lambda self, rows, length, config: (lengths.append(length), kept(self, rows, length, config))[1],
+    )
+    monkeypatch.setattr(static_writing, "_FIRST_ROOM", 16)
+    monkeypatch.setattr(static_writing, "_ALIGNED", 8)
+    assert write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD) == whole
+    assert max(lengths) == 104, "room for nine and ninety"
+    assert len(set(lengths)) > 1
 
 
 def test_a_row_that_may_stop_leaves_and_the_others_go_on():

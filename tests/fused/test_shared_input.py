@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("triton")
 from nalora.fused import shared_input
 from nalora.fused.factors import StepFactors
-from nalora.fused.layers import fuse_linears
+from nalora.fused.linears import fuse_linears
 from nalora.fused.shared_input import children_of_one_input
 
 

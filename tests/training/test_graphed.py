@@ -69,6 +69,21 @@ def test_the_same_run(settings, tmp_path, options):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", ["lora", "na-lora-utility"])
+def test_fused_adapters_can_be_captured(settings, tmp_path, method):
+    found = {}
+    for fused in (False, True):
+        output = str(tmp_path / str(fused))
+        run = {**settings, "method": method, "dtype": "float32", "cuda_graphs": True, "fused_adapters": fused}
+        train(check({**run, "output": output}))
+        found[fused] = rows(output)
+    for plain, fused in zip(found[False], found[True], strict=True):
+        assert fused["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+        assert fused["grad_norm"] == pytest.approx(plain["grad_norm"], rel=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_liger_s_layers_can_be_captured(settings, tmp_path):
     pytest.importorskip("liger_kernel")
     train(check({**settings, "method": "na-lora", "liger": True, "cuda_graphs": True, "output": str(tmp_path / "run")}))

@@ -2,7 +2,7 @@
 
 `generate` asks Python for every kernel of every token: on a GPU a small model waits for Python nearly all the time.
 Here the step that writes one token is captured once and replayed, and rows that have ended leave the batch whenever
-half of it has.
+half of it has. Every step reads the whole cache, so that it is short at first and grows with what is written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nalora.evaluation.grouped_attention import grouped
 from nalora.wrapping import base_of
 
 # Tokens written between two looks at which rows have ended; each look waits for the GPU.
 _BETWEEN_LOOKS = 16
 # Eager steps before a capture, so that every kernel is loaded and every workspace is there.
 _EAGER_STEPS = 2
+# Tokens for which there is room at first: most answers are shorter.
+_FIRST_ROOM = 128
+# Attention kernels read masks in aligned stretches.
 _ALIGNED = 64
 
 Stops = Callable[[list[int]], bool]
@@ -43,19 +47,26 @@ class _Rows:
     def __init__(self, cache: Any, mask: Tensor, token: Tensor, position: Tensor, finished: Tensor) -> None:
         self.cache, self.mask, self.token, self.position, self.finished = cache, mask, token, position, finished
 
-    def kept(self, rows: Tensor, config: Any) -> _Rows:
-        """Some of the rows, in tensors of their own."""
+    @property
+    def length(self) -> int:
+        """How many positions the cache has."""
+        return self.mask.shape[1]
+
+    def kept(self, rows: Tensor, length: int, config: Any) -> _Rows:
+        """Some of the rows, in tensors of their own, with a cache of so many positions."""
         from transformers import StaticCache
 
-        layers = self.cache.layers
-        cache = StaticCache(config=config, max_cache_len=layers[0].max_cache_len)
-        for new, old in zip(cache.layers, layers, strict=True):
+        cache = StaticCache(config=config, max_cache_len=length)
+        for new, old in zip(cache.layers, self.cache.layers, strict=True):
             keys, values = old.keys[rows], old.values[rows]
             new.lazy_initialization(keys, values)
-            new.keys.copy_(keys)
-            new.values.copy_(values)
+            new.keys[:, :, : self.length].copy_(keys)
+            new.values[:, :, : self.length].copy_(values)
             new.cumulative_length.copy_(old.cumulative_length)
-        return _Rows(cache, *(each[rows].clone() for each in (self.mask, self.token, self.position, self.finished)))
+        mask, token, position, finished = (
+            each[rows].clone() for each in (self.mask, self.token, self.position, self.finished)
+        )
+        return _Rows(cache, _with_ones(mask, length), token, position, finished)
 
 
 @torch.inference_mode()
@@ -80,25 +91,30 @@ def write_greedily(
         pad: what follows an end.
         stops: whether a row may stop for what it wrote so far; asked now and then.
     """
-    written = torch.full((len(ids), max_new_tokens), pad, device=ids.device)
-    end_tokens = torch.tensor(list(ends), device=ids.device)
-    rows = _prefilled(model, ids, mask, max_new_tokens, end_tokens)
-    written[:, 0] = rows.token[:, 0]
-    alive = torch.arange(len(ids), device=ids.device)
-    count = 1
-    step = _Step(model, rows, end_tokens, pad, max_new_tokens)
-    while count < max_new_tokens:
-        wanted = min(_BETWEEN_LOOKS, max_new_tokens - count)
-        written[alive, count : count + wanted] = step.write(wanted)
-        count += wanted
-        going = _going_on(written[alive, :count].tolist(), rows.finished.tolist(), stops)
-        if not any(going):
-            break
-        rows.finished.copy_(~torch.tensor(going, device=ids.device))
-        if sum(going) <= len(going) // 2:
-            chosen = torch.tensor([i for i, each in enumerate(going) if each], device=ids.device)
-            alive, rows = alive[chosen], rows.kept(chosen, base_of(model).config)
-            step = _Step(model, rows, end_tokens, pad, max_new_tokens)
+    inner = base_of(model)
+    with grouped(inner):
+        written = torch.full((len(ids), max_new_tokens), pad, device=ids.device)
+        end_tokens = torch.tensor(list(ends), device=ids.device)
+        prompt, longest = ids.shape[1], _aligned(ids.shape[1] + max_new_tokens)
+        rows = _prefilled(model, ids, mask, _aligned(prompt + min(_FIRST_ROOM, max_new_tokens)), end_tokens)
+        written[:, 0] = rows.token[:, 0]
+        alive = torch.arange(len(ids), device=ids.device)
+        count = 1
+        step = _Step(model, rows, end_tokens, pad)
+        while count < max_new_tokens:
+            wanted = min(_BETWEEN_LOOKS, max_new_tokens - count)
+            written[alive, count : count + wanted] = step.write(wanted)
+            count += wanted
+            going = _going_on(written[alive, :count].tolist(), rows.finished.tolist(), stops)
+            if not any(going):
+                break
+            rows.finished.copy_(~torch.tensor(going, device=ids.device))
+            full = rows.length < longest and prompt + count + _BETWEEN_LOOKS > rows.length
+            if full or sum(going) <= len(going) // 2:
+                chosen = torch.tensor([i for i, each in enumerate(going) if each], device=ids.device)
+                length = min(longest, 2 * rows.length) if full else rows.length
+                alive, rows = alive[chosen], rows.kept(chosen, length, inner.config)
+                step = _Step(model, rows, end_tokens, pad)
     ends_of = set(ends)
     return [_until_end(row, ends_of) for row in written[:, :count].tolist()]
 
@@ -106,9 +122,9 @@ def write_greedily(
 class _Step:
     """Writes tokens for one batch: eagerly on a CPU, by replaying a graph on a GPU."""
 
-    def __init__(self, model: nn.Module, rows: _Rows, ends: Tensor, pad: int, room: int) -> None:
+    def __init__(self, model: nn.Module, rows: _Rows, ends: Tensor, pad: int) -> None:
         self.model, self.rows, self.ends, self.pad = model, rows, ends, pad
-        self.out = torch.full((len(rows.token), room), pad, device=rows.token.device)
+        self.out = torch.full((len(rows.token), _BETWEEN_LOOKS), pad, device=rows.token.device)
         self.at = torch.zeros(1, dtype=torch.long, device=rows.token.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.eager = 0
@@ -161,19 +177,15 @@ class _Step:
         return graph
 
 
-def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Tensor) -> _Rows:
-    """The batch after its prompts were read and its first token chosen."""
+def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, length: int, ends: Tensor) -> _Rows:
+    """The batch after its prompts were read into a cache of so many positions and its first token was chosen."""
     from transformers import StaticCache
 
-    # Attention kernels read masks in aligned stretches.
-    longest = math.ceil((ids.shape[1] + room) / _ALIGNED) * _ALIGNED
-    cache = StaticCache(config=base_of(model).config, max_cache_len=longest)
+    cache = StaticCache(config=base_of(model).config, max_cache_len=length)
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    # Positions that are not written yet are hidden by causality, so the mask need not grow.
-    whole = torch.cat([mask, mask.new_ones(len(mask), longest - ids.shape[1])], dim=1)
     outputs = model(
         input_ids=ids,
-        attention_mask=whole[:, : ids.shape[1]],
+        attention_mask=mask,
         position_ids=position,
         past_key_values=cache,
         use_cache=True,
@@ -181,7 +193,16 @@ def _prefilled(model: nn.Module, ids: Tensor, mask: Tensor, room: int, ends: Ten
     )
     token = outputs.logits[:, -1].argmax(-1, keepdim=True)
     finished = (token == ends).any(-1)
-    return _Rows(cache, whole, token, position[:, -1:] + 1, finished)
+    return _Rows(cache, _with_ones(mask, length), token, position[:, -1:] + 1, finished)
+
+
+def _with_ones(mask: Tensor, length: int) -> Tensor:
+    """The mask of a cache: positions that are not written yet are hidden by causality, so it need not change."""
+    return torch.cat([mask, mask.new_ones(len(mask), length - mask.shape[1])], dim=1)
+
+
+def _aligned(length: int) -> int:
+    return math.ceil(length / _ALIGNED) * _ALIGNED
 
 
 def _going_on(written: list[list[int]], finished: list[bool], stops: Stops) -> list[bool]:

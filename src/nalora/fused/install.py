@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from nalora.fused.factors import StepFactors
-from nalora.fused.layers import fuse_ffn, fuse_linears, fuse_product
+from nalora.fused.layers import fuse_ffn, fuse_product
+from nalora.fused.linears import fuse_adapters
 from nalora.observer import GateObserver
 from nalora.plan import Plan
 
@@ -35,10 +35,4 @@ def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver], *, adapter
         if put_back is not None:
             undo.append(put_back)
             fused |= {projection.module for projection in each.block.projections.values()}
-    if adapters:
-        for parent in model.modules():
-            children = parent.named_children()
-            layers = {name: each for name, each in children if isinstance(each, LoraLayer) and each not in fused}
-            undo += fuse_linears(parent, layers, factors)
-        undo += factors.follow(model)
-    return undo
+    return undo + fuse_adapters(model, factors, frozenset(fused)) if adapters else undo

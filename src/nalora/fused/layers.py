@@ -1,7 +1,6 @@
-"""Put fused layers in the place of PEFT's for the length of a training run, and take them out again.
+"""Put fused FFNs in the place of the model's for the length of a training run, and take them out again.
 
-A fused layer stands in only while it computes the same thing: one plain LoRA adapter without dropout, not merged, not
-disabled, with gradients on, not under torch.compile. In every other call the module's own forward runs.
+A fused FFN stands in only while it computes the same thing, as `fused.linears` says of layers.
 """
 
 from __future__ import annotations
@@ -10,49 +9,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nalora.blocks import FFNBlock
 from nalora.fused.factors import StepFactors, adapters_of
 from nalora.fused.gated import GateSpec
 from nalora.fused.gated_product import GatedProduct
+from nalora.fused.linears import is_plain_call
 from nalora.fused.lora_ffn import LoRAFFN, Weights
 from nalora.fused.lora_linear import compute_dtype
 from nalora.fused.peft_layers import frozen_weight, replace_forward
-from nalora.fused.shared_input import LinearGroup, children_of_one_input
 from nalora.observer import GateObserver
 from nalora.statistics.triton_activations import number_and_limit
 from nalora.statistics.triton_sums import as_bytes
-
-
-def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors) -> list[Callable[[], None]]:
-    """Compute a module's LoRA linear layers as single functions, those of one input as one; what undoes it.
-
-    Args:
-        parent: the module that calls the layers.
-        layers: those of its children, by name, that may be fused.
-        factors: where the adapters are cast.
-    """
-    weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
-    alike = [[name for name in names if name in weights] for names in children_of_one_input(parent)] if weights else []
-    together = {name for names in alike for name in names}
-    undo = []
-    for names in (*alike, *([name] for name in weights if name not in together)):
-        group = LinearGroup({layers[name]: weights[name] for name in names}, factors)
-        undo += [replace_forward(layers[name], _fused_linear(layers[name], group)) for name in names]
-    return undo
-
-
-def _fused_linear(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]:
-    original = layer.forward
-
-    @functools.wraps(original)
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = group.compute(layer, x) if _is_plain_call(args, kwargs) else None
-        return original(x, *args, **kwargs) if output is None else output
-
-    return forward
 
 
 def fuse_ffn(
@@ -72,7 +41,7 @@ def fuse_ffn(
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         inside, outside = adapters_of(inner), adapters_of(outer)
-        if inside is None or outside is None or not _is_plain_call(args, kwargs):
+        if inside is None or outside is None or not is_plain_call(args, kwargs):
             return original(x, *args, **kwargs)
         (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
@@ -97,7 +66,7 @@ def fuse_product(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Ca
 
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not _is_plain_call(args, kwargs):
+        if not is_plain_call(args, kwargs):
             return original(x, *args, **kwargs)
         with observer.blindfolded():
             z, u = gate(x), up(x)
@@ -114,7 +83,3 @@ def _gate_spec(block: FFNBlock, observer: GateObserver) -> GateSpec | None:
     if known is None or block.up is None or block.fused:
         return None
     return GateSpec(*known, *observer.thresholds, block.up_offset, observer.with_up)
-
-
-def _is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not args and not kwargs and torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def _train(
     trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
+    unfuse = _fused(run, trainer)
     folder.forget_after(_step_of(checkpoint))
     _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
@@ -92,6 +94,8 @@ def _train(
     finally:
         bar.close()
         stop.stop_listening()
+        for put_back in unfuse:
+            put_back()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"stopped after step {trainer.state.global_step}; go on with --resume")
     result = {
@@ -143,6 +147,19 @@ def open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Pat
             fix="give an output= on a shared file system",
         )
     return folder.checkpoints / f"checkpoint-{step}" if step else None
+
+
+def _fused(run: Run, trainer: Any) -> list[Callable[[], None]]:
+    """Fuse the trainer's adapters where the run asks for it; what undoes it."""
+    if not run.settings.fused_adapters:
+        return []
+    if (count := processes.count()) > 1:
+        raise NALoRAError(
+            "fused_adapters: true", found=f"{count} processes", expected="one", fix="leave fused_adapters out"
+        )
+    from nalora.fused.linears import fuse_adapters
+
+    return fuse_adapters(trainer.model)
 
 
 def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, material: Material) -> None:

@@ -57,6 +57,8 @@ class RunSettings:
         trust_remote_code: whether code from the hub may run.
         gradient_checkpointing: recompute activations in the backward pass.
         cuda_graphs: replay the passes of batches of one length: for small models on a GPU, whose steps wait for Python.
+        fused_adapters: LoRA layers as single functions, those of one input together: the same numbers but for rounding,
+            with fewer passes over memory. Layers that are more than plain LoRA (DoRA, dropout) stay PEFT's.
         liger: Liger's kernels for norms, rotary embedding, activation and loss while training on a GPU.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0: only at the end or when interrupted.
@@ -102,6 +104,7 @@ class RunSettings:
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
     cuda_graphs: bool = False
+    fused_adapters: bool = False
     liger: bool = False
     log_every: int = 10
     save_every: int = 0
@@ -227,6 +230,8 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")
+    if values.get("fused_adapters") is True and values.get("kernels") == "fused":
+        problems.append("fused_adapters: true beside kernels: fused, which fuses them too; leave one out")
     prepared = None
     if method and not problems:
         try:

@@ -1,0 +1,87 @@
+"""Runs whose adapters are computed as single functions learn what PEFT's layers learn, for every method."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+import nalora
+from nalora.fused import shared_input
+from nalora.training.folder import RunFolder
+from nalora.training.run import train
+from nalora.training.settings import check
+
+# How many layers the tiny model's calls compute together: query, key and value; the output; gate and up; down.
+TOGETHER = {3, 2, 1}
+METHODS = [
+    {"method": "lora"},
+    {"method": "rslora"},
+    {"method": "lora+"},
+    {"method": "pissa"},
+    {"method": "lora-pro"},
+    {"method": "na-lora"},
+    {"method": "na-lora-utility", "apply_to": "update"},
+    {"method": "lora", "gradient_checkpointing": True},
+]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    return {
+        "model": tiny.saved_llama(folder / "base"), "task": "gym/chain_sum", "train_size": 40, "test_size": 4,
+        "rank": 4, "steps": 4, "batch_size": 4, "learning_rate": 1e-3, "log_every": 1, "dtype": "float32",
+        "device": "cpu",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many layers each call of the fused function computed."""
+    sizes: list[int] = []
+    apply = shared_input.LoRALinears.apply
+
+    def counted(x, layers, *factors):
+        sizes.append(len(layers))
+        return apply(x, layers, *factors)
+
+    monkeypatch.setattr(shared_input.LoRALinears, "apply", counted)
+    return sizes
+
+
+def trained(settings, folder, **changes):
+    train(check({**settings, **changes, "output": str(folder)}))
+    rows = [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
+    return rows, load_file(RunFolder(folder).adapter / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("options", METHODS, ids=lambda each: "-".join(map(str, each.values())))
+def test_the_same_run(settings, tmp_path, computed, monkeypatch, options):
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
+    plain, weights = trained(settings, tmp_path / "plain", **options)
+    assert not computed
+    fused, fused_weights = trained(settings, tmp_path / "fused", **options, fused_adapters=True)
+    assert set(computed) == TOGETHER
+    for row, expected in zip(fused, plain, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for name, expected in weights.items():
+        torch.testing.assert_close(fused_weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"method": "dora"}, {"dropout": 0.1}, {"method": "adalora"}])
+def test_layers_that_are_more_than_plain_lora_stay_as_they_are(settings, tmp_path, computed, options):
+    plain, _ = trained(settings, tmp_path / "plain", **options)
+    fused, _ = trained(settings, tmp_path / "fused", **options, fused_adapters=True)
+    assert not computed
+    assert [row["loss"] for row in fused] == [row["loss"] for row in plain]
+
+
+def test_not_beside_the_controller_s_own():
+    run = {"model": "smollm2-135m", "task": "gym/chain_sum", "method": "na-lora", "kernels": "fused"}
+    with pytest.raises(nalora.NALoRAError, match="leave one out"):
+        check({**run, "fused_adapters": True})
