@@ -57,6 +57,14 @@ def test_the_page_comes_too_where_it_is_asked_for(report, folder, tmp_path):
     assert "page.html" in out
 
 
+@pytest.mark.parametrize("option", ["--figures", "--paper-figures", "--tables"])
+def test_a_study_has_none_of_these(report, tmp_path, option):
+    (tmp_path / "study.yaml").write_text("name: some\n")
+    code, _, err = report(tmp_path / "study.yaml", option, tmp_path / "f")
+    assert code == 2
+    assert "leave them out" in " ".join(err.split())
+
+
 def test_nothing_to_draw_is_said_and_no_folder_made(report, tmp_path):
     (tmp_path / "run.yaml").write_text("method: lora\n")
     code, out, err = report(tmp_path, "--paper-figures", tmp_path / "p")

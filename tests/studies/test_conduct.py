@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import nalora
-from nalora.studies.conduct import conduct
+from nalora.studies.conduct import conduct, so_far
 from nalora.studies.engines import Ended, LocalEngine
 from nalora.studies.store import TEST, Store
 
@@ -64,6 +64,18 @@ def test_a_larger_study_only_does_what_is_new(tmp_path):
     more = Instantly()
     conduct(dummies.study(seeds=[0, 1, 2, 3, 4]), tmp_path, more)
     assert len(more.submitted) == 4
+
+
+def test_what_was_asked_in_part_is_known_so_far_and_still_to_be_done(tmp_path):
+    conduct(dummies.study(ask="none"), tmp_path, Instantly())
+    known = so_far(dummies.study(), tmp_path)
+    finals = [job for cell in known.schedule.cells for job in known.schedule.final(cell, dummies.BEST[cell.arm.name])]
+    assert {job.key for job in finals} <= {*known.results}
+    assert all(known.results[job.key].losses and not known.results[job.key].measures for job in finals)
+    engine = Instantly()
+    progress = conduct(dummies.study(), tmp_path, engine)
+    assert {job.key for job in finals} == {*engine.submitted}
+    assert all(progress.results[job.key].measures for job in finals)
 
 
 def test_500_runs_take_less_than_50_ms_each_and_no_more_memory(tmp_path):
@@ -147,7 +159,7 @@ def test_a_disk_that_fills_up_ends_the_sitting_with_nothing_lost(tmp_path, monke
 SCRIPT = """
 import dummies
 from pathlib import Path
-from nalora.studies.conduct import conduct
+from nalora.studies.conduct import conduct, so_far
 from nalora.studies.engines import LocalEngine
 if __name__ == "__main__":
     conduct(dummies.study(over={"rank": [4, 8]}), Path("store"), LocalEngine(2, do=dummies.pretend_slowly))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nalora.cli.screen import console, hush_libraries
+from nalora.errors import NALoRAError
 
 if TYPE_CHECKING:
     from nalora.report.data import RunData
@@ -38,6 +39,13 @@ def report(
     hush_libraries()
     screen = console()
     if len(runs) == 1 and runs[0].suffix in (".yaml", ".yml"):
+        if figures or paper_figures or tables:
+            raise NALoRAError(
+                str(runs[0]),
+                found="a study with --figures, --paper-figures or --tables",
+                expected="runs' folders, which these are of",
+                fix=f"leave them out, or give {store}/KEY for the runs that you want",
+            )
         path = _write_study(runs[0], store, output)
     else:
         from nalora.report.data import read_runs

@@ -73,7 +73,7 @@ def conduct(
     store.mkdir(parents=True, exist_ok=True)
     failures = _Failures(store / f"{study.name}.failures.jsonl")
     runs = Store(store)
-    progress = so_far(study, store, retry_failed=retry_failed)
+    progress = _finished(study, store, retry_failed)
     schedule = progress.schedule
     full = False
     try:
@@ -116,8 +116,17 @@ def conduct(
     return progress
 
 
-def so_far(study: Study, store: Path, *, retry_failed: bool = False) -> Progress:
-    """What a store holds of a study."""
+def so_far(study: Study, store: Path) -> Progress:
+    """What a store holds of a study, runs included of which not everything was asked yet."""
+    progress, runs = _finished(study, store), Store(store)
+    for job in progress.schedule.open_jobs(progress.results, {}):
+        if (result := runs.result(job.key)) is not None:
+            progress.results[job.key] = result
+    return progress
+
+
+def _finished(study: Study, store: Path, retry_failed: bool = False) -> Progress:
+    """The runs of which everything was asked."""
     failed = {} if retry_failed else _Failures(store / f"{study.name}.failures.jsonl").read()
     progress = Progress(Schedule(study, str(store)), {}, failed)
     _find_known(progress, Store(store))

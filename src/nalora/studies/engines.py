@@ -167,8 +167,13 @@ class LocalEngine:
 def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
     """A worker's life: jobs in, None or an error's text out, until nobody asks any more."""
     import signal
+    import threading
+
+    from tqdm import tqdm
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Its lock between processes would be left behind by a worker that is killed, and Python would complain of that.
+    tqdm.set_lock(threading.RLock())
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     with contextlib.suppress(EOFError, OSError):
