@@ -1,0 +1,66 @@
+"""What is published is what the kept runs say: nothing between them is typed in by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nalora.studies.answer import answer, in_markdown, write
+from nalora.studies.conduct import so_far
+from nalora.studies.study import read
+
+ROOT = Path(__file__).parents[2]
+STORE = ROOT / "results" / "store"
+STUDIES = sorted(path.stem for path in STORE.glob("*.json"))
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "results" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_an_answer_is_what_its_runs_say(name, tmp_path):
+    study = read(ROOT / "studies" / f"{name}.yaml")
+    progress = so_far(study, STORE)
+    parts = answer(progress.schedule, progress.results, progress.failed)
+    write(study, parts, progress.failed, tmp_path)
+    assert in_markdown(study, parts, progress.failed) == (STORE / f"{name}.md").read_text()
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads((STORE / f"{name}.json").read_text())
+
+
+def test_the_findings_tables_are_the_answers():
+    page = (ROOT / "docs" / "findings.md").read_text()
+    assert "<!-- gsm8k -->\n|" in page
+    assert script("findings").filled(page) == page
+
+
+def test_the_readme_repeats_the_findings():
+    findings = (ROOT / "docs" / "findings.md").read_text()
+    told = re.findall(r"0\.\d{4} ± 0\.\d{4}", (ROOT / "README.md").read_text())
+    assert told
+    assert all(each in findings for each in told)
+
+
+def test_a_run_trained_again_is_kept_whole(tmp_path, monkeypatch):
+    collect = script("collect")
+    monkeypatch.setattr(collect, "HERE", tmp_path / "kept")
+    for loss in ("first", "second"):
+        run = tmp_path / loss / "run0"
+        (run / "evaluations" / f"adapted-{loss}").mkdir(parents=True)
+        (run / "evaluations" / f"adapted-{loss}" / "losses.json").write_text("{}")
+        (run / "run.yaml").write_text(f"method: lora\noutput: {run}\n")
+        for name in ("environment.json", "result.json", "metrics.jsonl"):
+            (run / name).write_text(loss)
+        monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / loss)])
+        collect.main()
+    kept = tmp_path / "kept" / "run0"
+    assert kept.joinpath("result.json").read_text() == "second"
+    assert [path.name for path in (kept / "evaluations").iterdir()] == ["adapted-second"]
+    assert kept.joinpath("run.yaml").read_text() == "method: lora\noutput: runs/run0\n"
