@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 LOSS, ACCURACY = "test loss", "accuracy"
 _HEAD = (
-    "| | rate | test loss | beside the first, 95 % interval | verdict | accuracy % |",
+    "| | rate | test loss | difference, 95 % interval | verdict | accuracy % |",
     "|---|---|---:|---|---|---:|",
 )
 _PLACE = re.compile(r"(<!-- (?P<study>[\w-]+) -->\n).*?(<!-- /(?P=study) -->)", re.DOTALL)
@@ -53,7 +53,7 @@ def rows(part: dict[str, Any]) -> list[str]:
     places = {name: place for place, name in enumerate(part["measures"])}
     beside = {each["method"]: each for each in part["comparisons"].get(LOSS, [])}
     lines = [
-        "| | rate | test loss | beside the first, 95 % interval | verdict | accuracy % |",
+        "| | rate | test loss | difference, 95 % interval | verdict | accuracy % |",
         "|---|---|---:|---|---|---:|",
     ]
     for arm, values in part["values"].items():
