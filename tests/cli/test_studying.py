@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import tiny
@@ -48,6 +52,35 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     stamps = {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
     assert run(*command)[0] == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_half_a_run(file, tmp_path):
+    """Stopped in the middle of its only run, the study goes on from there and comes to the same adapter."""
+    described = yaml.safe_load(file.read_text()) | {"learning_rates": [1e-3], "seeds": [0], "ask": "none"}
+    described["settings"] |= {"steps": 400, "log_every": 1}
+    described["arms"] = {"lora": {"method": "lora"}}
+    file.write_text(yaml.safe_dump(described, sort_keys=False))
+
+    def start(store):
+        command = [sys.executable, "-m", "nalora.cli", "study", str(file), "--store", str(store)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    study = start(stopped)
+    while not any(len(metrics.read_text().splitlines()) > 20 for metrics in stopped.glob("*/metrics.jsonl")):
+        assert study.poll() is None
+        time.sleep(0.05)
+    study.send_signal(signal.SIGINT)
+    told, _ = study.communicate(timeout=60)
+    assert study.returncode == 130
+    assert told.splitlines()[-1] == "stopped; start it again to go on"
+    assert list(stopped.glob("*/checkpoints/checkpoint-*"))
+    assert not list(stopped.glob("*/result.json"))
+    for store in (stopped, whole):
+        assert start(store).wait(timeout=120) == 0
+    (kept,), (expected,) = (list(store.glob("*/adapter/adapter_model.safetensors")) for store in (stopped, whole))
+    assert kept.read_bytes() == expected.read_bytes()
 
 
 def test_what_a_store_knows_is_told_without_a_run(run, file, tmp_path):
