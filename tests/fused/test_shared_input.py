@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fused_calls
 import pytest
 import tiny
 import torch
 from torch import nn
 
 pytest.importorskip("triton")
-from nalora.fused import shared_input
 from nalora.fused.factors import StepFactors
 from nalora.fused.linears import fuse_linears
 from nalora.fused.shared_input import children_of_one_input
@@ -32,14 +32,7 @@ def three(monkeypatch):
     """The fused layers, the same of PEFT's, and how many layers each call of the function computed."""
     torch.manual_seed(0)
     model = tiny.with_lora(Three().double(), target_modules=["q", "k", "v"]).base_model.model
-    sizes: list[int] = []
-    apply = shared_input.LoRALinears.apply
-
-    def counted(x, layers, *factors):
-        sizes.append(len(layers))
-        return apply(x, layers, *factors)
-
-    monkeypatch.setattr(shared_input.LoRALinears, "apply", counted)
+    sizes = fused_calls.counted(monkeypatch)
     layers = dict(model.named_children())
     undo = fuse_linears(model, layers, StepFactors())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+import fused_calls
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 
 import nalora
-from nalora.fused import shared_input
 from nalora.training.folder import RunFolder
 from nalora.training.run import train
 from nalora.training.settings import check
@@ -42,15 +42,7 @@ def settings(tmp_path_factory):
 @pytest.fixture
 def computed(monkeypatch):
     """How many layers each call of the fused function computed."""
-    sizes: list[int] = []
-    apply = shared_input.LoRALinears.apply
-
-    def counted(x, layers, *factors):
-        sizes.append(len(layers))
-        return apply(x, layers, *factors)
-
-    monkeypatch.setattr(shared_input.LoRALinears, "apply", counted)
-    return sizes
+    return fused_calls.counted(monkeypatch)
 
 
 def trained(settings, folder, **changes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from nalora import methods, tasks
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
+from nalora.training.conversion import converted
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     for key, value in given.items():
         if key in own or key in options:
             hint = typing.get_type_hints(RunSettings)[key] if key in own else options[key]
-            values[key] = _converted(key, value, hint, problems)
+            values[key] = converted(key, value, hint, problems)
         elif key in task_keys:
             values[key] = value
         else:
@@ -271,39 +271,6 @@ def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:
     except NALoRAError as error:
         problems.append(str(error))
         return []
-
-
-def _converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
-    """The value as the setting's type; YAML reads 1e-4 as a text."""
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None and type(None) in choices:
-        return None
-    for choice in choices:
-        if typing.get_origin(choice) is Literal and value in typing.get_args(choice):
-            return value
-        if choice is bool and isinstance(value, bool):
-            return value
-        if choice is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if choice is float and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                continue
-        if choice is str and isinstance(value, str):
-            return value
-        if typing.get_origin(choice) is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
-            return value
-    expected = " or ".join(_in_words(choice) for choice in choices)
-    problems.append(f"{key}: {value!r}, expected {expected}")
-    return value
-
-
-def _in_words(choice: Any) -> str:
-    if typing.get_origin(choice) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(choice)))
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "nothing"}
-    return words.get(choice, "a list of names")
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -1,0 +1,18 @@
+"""What the function behind fused LoRA layers was asked to compute."""
+
+from __future__ import annotations
+
+from nalora.fused import shared_input
+
+
+def counted(monkeypatch) -> list[int]:
+    """How many layers each call of it computes, from here on."""
+    sizes: list[int] = []
+    apply = shared_input.LoRALinears.apply
+
+    def counting(x, layers, *factors):
+        sizes.append(len(layers))
+        return apply(x, layers, *factors)
+
+    monkeypatch.setattr(shared_input.LoRALinears, "apply", counting)
+    return sizes
