@@ -7,7 +7,6 @@ half of it has. Every step reads the whole cache, so that it is short at first a
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.evaluation.grouped_attention import grouped
+from nalora.models.attention import grouped
 from nalora.wrapping import base_of
 
 # Tokens written between two looks at which rows have ended; each look waits for the GPU.
@@ -28,17 +27,6 @@ _FIRST_ROOM = 128
 _ALIGNED = 64
 
 Stops = Callable[[list[int]], bool]
-
-
-def can_write(model: nn.Module) -> bool:
-    """Whether the model is one that this module writes with: a decoder whose every layer caches all positions."""
-    inner = base_of(model)
-    config = getattr(inner, "config", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    takes = inspect.signature(inner.forward).parameters
-    static = bool(getattr(inner, "_can_compile_fullgraph", False))
-    sliding = getattr(config, "sliding_window", None) is not None
-    return static and kinds == {"full_attention"} and not sliding and {"past_key_values", "logits_to_keep"} <= {*takes}
 
 
 class _Rows:
@@ -83,7 +71,7 @@ def write_greedily(
     """What the model writes after each prompt, up to and including the token that ended it.
 
     Args:
-        model: in evaluation mode, one that `can_write`.
+        model: in evaluation mode, a plain decoder (`models.attention`).
         ids: prompts, padded on the left.
         mask: which tokens are real.
         max_new_tokens: at most so many.
@@ -92,7 +80,7 @@ def write_greedily(
         stops: whether a row may stop for what it wrote so far; asked now and then.
     """
     inner = base_of(model)
-    with grouped(inner):
+    with grouped(model):
         written = torch.full((len(ids), max_new_tokens), pad, device=ids.device)
         end_tokens = torch.tensor(list(ends), device=ids.device)
         prompt, longest = ids.shape[1], _aligned(ids.shape[1] + max_new_tokens)

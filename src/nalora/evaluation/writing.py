@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from nalora.evaluation.batches import of_like_length
-from nalora.evaluation.static_writing import can_write, write_greedily
+from nalora.evaluation.static_writing import write_greedily
+from nalora.models.attention import is_plain_decoder
 from nalora.tasks import Example
 from nalora.training.data import Encoder
 
@@ -50,7 +51,7 @@ class Writer:
         self.encoder, self.max_new_tokens, self.stop, self.batch_tokens = encoder, max_new_tokens, stop, batch_tokens
         self.device = next(model.parameters()).device
         # On a CPU a cache of fixed size only costs: every step reads all of it.
-        self.static = self.device.type == "cuda" and encoder.kind == "causal" and can_write(model)
+        self.static = self.device.type == "cuda" and encoder.kind == "causal" and is_plain_decoder(model)
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Examples of like length together; the same batches for the same examples."""

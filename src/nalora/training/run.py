@@ -17,6 +17,7 @@ from nalora import processes, tasks
 from nalora.diagnostics.online import OnlineDiagnosis
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.models.attention import unmasked
 from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.progress import bars
@@ -86,7 +87,10 @@ def _train(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        with processes.a_lost_one_is_named(lambda: trainer.state.global_step):
+        with (
+            processes.a_lost_one_is_named(lambda: trainer.state.global_step),
+            unmasked(trainer.model) if settings.cuda_graphs else contextlib.nullcontext(),
+        ):
             outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except processes.LostProcessError:
         stop.keep_listening()

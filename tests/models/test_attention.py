@@ -1,0 +1,79 @@
+"""Attention that does less computes what transformers' own does."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import tiny
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import nalora
+from nalora import NALoRAConfig
+from nalora.models.attention import attend, grouped, is_plain_decoder, unmasked
+
+
+@given(groups=st.integers(1, 3), shared=st.integers(1, 4), tokens=st.integers(1, 3), masked=st.booleans(),
+       scaling=st.sampled_from([None, 0.3]), seed=st.integers(0, 99))  # fmt: skip
+def test_it_is_sdpa(groups, shared, tokens, masked, scaling, seed):
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = shared, True
+    query = torch.randn(2, groups * shared, tokens, 4, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(2, groups, 7, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(2, 1, tokens, 7, generator=generator) < 0.5 if masked else None
+    if mask is not None:
+        mask[..., 0] = True
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=0.0)
+    found, _ = attend(module, query, key, value, mask, scaling=scaling, dropout=0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager"])
+@pytest.mark.parametrize("way", [grouped, unmasked])
+def test_the_model_s_own_attention_comes_back(before, way):
+    model = tiny.llama()
+    inner = model.get_base_model()
+    inner.set_attn_implementation(before)
+    with contextlib.suppress(ZeroDivisionError), way(model):
+        assert (inner.config._attn_implementation == before) == (before == "eager")
+        raise ZeroDivisionError
+    assert inner.config._attn_implementation == before
+
+
+def test_pads_on_the_right_need_no_mask():
+    """The same loss, gradients and gate statistics, of a batch whose rows are of unlike length."""
+    ids = torch.randint(1, 60, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
+    batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    found = []
+    for way in (lambda model: contextlib.nullcontext(), unmasked):
+        model = tiny.llama(torch.float64).train()
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        controller = nalora.attach(model, optimizer, NALoRAConfig())
+        with way(model):
+            loss = model(**batch).loss
+            loss.backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+        optimizer.step()
+        found.append((loss, gradients, controller.metrics()))
+    (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = found
+    torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-9, atol=1e-14)
+    assert other_metrics == pytest.approx(metrics, rel=1e-9)
+
+
+def test_who_is_a_plain_decoder():
+    assert is_plain_decoder(tiny.llama())
+    assert is_plain_decoder(tiny.llama().unload())
+    config = dict(vocab_size=64, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
+    assert not is_plain_decoder(transformers.T5ForConditionalGeneration(transformers.T5Config(**config)))
+    sliding = transformers.MistralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                         num_attention_heads=2, num_key_value_heads=2, sliding_window=4)  # fmt: skip
+    assert not is_plain_decoder(transformers.MistralForCausalLM(sliding))
