@@ -19,9 +19,7 @@ from typing import Any
 
 from nalora.report.data import read_runs
 from nalora.report.html import write_report
-from nalora.studies.conduct import so_far
-from nalora.studies.page import write_page
-from nalora.studies.study import question, read
+from nalora.studies.page import write_page_of
 
 FIGURES = Path(__file__).parent / "figures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -56,13 +54,8 @@ def main() -> None:
             report = write_report(read_runs(args.runs), Path(folder) / "report.html")
             take_all(chromium, report, PICTURES)
         if args.study:
-            take_all(chromium, report_of(args.study, args.store, Path(folder) / "study.html"), OF_A_STUDY)
+            take_all(chromium, write_page_of(args.study, args.store, Path(folder) / "study.html"), OF_A_STUDY)
         chromium.close()
-
-
-def report_of(file: Path, store: Path, output: Path) -> Path:
-    study = read(file)
-    return write_page(study, so_far(study, store), store, output, question(file))
 
 
 def take_all(chromium: Any, report: Path, pictures: Sequence[tuple[str, str, int, int, str]]) -> None:

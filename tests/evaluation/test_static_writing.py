@@ -54,12 +54,13 @@ def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
     ids, mask = prompts(device)
     whole = write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD)
     lengths = []
-    kept = static_writing._Rows.kept
-    monkeypatch.setattr(
-        static_writing._Rows,
-        "kept",
-        lambda self, rows, length, config: (lengths.append(length), kept(self, rows, length, config))[1],
-    )
+    keep = static_writing._Rows.kept
+
+    def kept(self, rows, length, config):
+        lengths.append(length)
+        return keep(self, rows, length, config)
+
+    monkeypatch.setattr(static_writing._Rows, "kept", kept)
     monkeypatch.setattr(static_writing, "_FIRST_ROOM", 16)
     monkeypatch.setattr(static_writing, "_ALIGNED", 8)
     assert write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD) == whole

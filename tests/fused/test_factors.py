@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 
-pytest.importorskip("triton")
 from nalora.fused import factors as module
 from nalora.fused.factors import Adapters, StepFactors, adapters_of, cast
 

@@ -8,7 +8,6 @@ import tiny
 import torch
 from torch import nn
 
-pytest.importorskip("triton")
 from nalora.fused.factors import StepFactors
 from nalora.fused.linears import fuse_linears
 from nalora.fused.shared_input import children_of_one_input

@@ -34,6 +34,18 @@ def test_it_is_sdpa(groups, shared, tokens, masked, scaling, seed):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_shared_keys_are_read_where_they_lie(monkeypatch):
+    """One token with a mask is not handed to transformers, which would copy them."""
+    module = nn.Module()
+    module.num_key_value_groups = 3
+    query, key = torch.randn(2, 6, 1, 4), torch.randn(2, 2, 7, 4)
+    mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    copied = []
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", lambda keys, n: copied.append(n) or keys)
+    attend(module, query, key, key, mask)
+    assert not copied
+
+
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
 @pytest.mark.parametrize("way", [grouped, unmasked])
 def test_the_model_s_own_attention_comes_back(before, way):
@@ -56,11 +68,17 @@ def test_pads_on_the_right_need_no_mask():
         model = tiny.llama(torch.float64).train()
         optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
         controller = nalora.attach(model, optimizer, NALoRAConfig())
+        masks = []
+        layer = model.get_base_model().model.layers[0]
+        layer.register_forward_pre_hook(
+            lambda _, args, options, seen=masks: seen.append(options["attention_mask"]), with_kwargs=True
+        )
         with way(model):
             loss = model(**batch).loss
             loss.backward()
         gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
         optimizer.step()
+        assert (masks[0] is None) == (way is unmasked)
         found.append((loss, gradients, controller.metrics()))
     (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = found
     torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=0)

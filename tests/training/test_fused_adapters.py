@@ -23,6 +23,8 @@ METHODS = [
     {"method": "lora+"},
     {"method": "pissa"},
     {"method": "lora-pro"},
+    {"method": "lora-ga", "gradient_batches": 2},
+    {"method": "gora", "gradient_batches": 2},
     {"method": "na-lora"},
     {"method": "na-lora-utility", "apply_to": "update"},
     {"method": "lora", "gradient_checkpointing": True},

@@ -46,7 +46,9 @@ def report(
                 expected="runs' folders, which these are of",
                 fix=f"leave them out, or give {store}/KEY for the runs that you want",
             )
-        path = _write_study(runs[0], store, output)
+        from nalora.studies.page import write_page_of
+
+        path = write_page_of(runs[0], store, output)
     else:
         from nalora.report.data import read_runs
         from nalora.report.html import write_report
@@ -63,16 +65,6 @@ def report(
     screen.print(f"the report: {path}", highlight=False, markup=False)
     if open_it:
         typer.launch(path.resolve().as_uri())
-
-
-def _write_study(file: Path, store: Path, output: Path | None) -> Path:
-    """The report of a study as far as its runs are done."""
-    from nalora.studies.conduct import so_far
-    from nalora.studies.page import write_page
-    from nalora.studies.study import question, read
-
-    study = read(file)
-    return write_page(study, so_far(study, store), store, output or store / f"{study.name}.html", question(file))
 
 
 def _write_parts(

@@ -103,7 +103,7 @@ def states(progress: Any) -> Any:
     left = progress.seconds_left
     ahead = f", about {left / 60:.0f} min left" if left is not None else ""
     if progress.stopping:
-        ahead = "; runs save where they are, a second Ctrl-C stops at once"
+        ahead = "; stopping, a second Ctrl-C does not wait"
     rows = table("arm", "done", "running", "failed", "learning rate",
                  title=f"{progress.done} of {progress.total} runs{ahead}")  # fmt: skip
     running = set(progress.running)

@@ -13,13 +13,23 @@ from nalora.report.data import RunData, read_run
 from nalora.report.html import write_report
 from nalora.report.study_answer import AnswerPart, Difference, StudyAnswer
 from nalora.studies.answer import Part, answer
-from nalora.studies.conduct import Progress
+from nalora.studies.conduct import Progress, so_far
 from nalora.studies.schedule import Cell
 from nalora.studies.store import VALIDATION
-from nalora.studies.study import Study
+from nalora.studies.study import Study, question, read
 
 
-def write_page(study: Study, progress: Progress, store: Path, output: Path, question: str = "") -> Path:
+def write_page_of(file: Path, store: Path, output: Path | None = None) -> Path:
+    """Write the report of a study's file from the runs in a store, into the store by default; its path.
+
+    Raises:
+        NALoRAError: no study, or no run of it has ended.
+    """
+    study = read(file)
+    return write_page(study, so_far(study, store), store, output or store / f"{study.name}.html", question(file))
+
+
+def write_page(study: Study, progress: Progress, store: Path, output: Path, asked: str = "") -> Path:
     """Write the report of what is known of a study; its path.
 
     Raises:
@@ -33,7 +43,7 @@ def write_page(study: Study, progress: Progress, store: Path, output: Path, ques
     runs = [_named(read_run(store / key), cell) for cell, key in shown]
     places = {(cell.settings, cell.arm.name): place for place, (cell, _) in enumerate(shown)}
     parts = [_part(each, places) for each in answer(progress.schedule, progress.results, progress.failed)]
-    return write_report(runs, output, StudyAnswer(study.name, question, study.baseline, parts))
+    return write_report(runs, output, StudyAnswer(study.name, asked, study.baseline, parts))
 
 
 def _shown(progress: Progress, cell: Cell) -> str | None:

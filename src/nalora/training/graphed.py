@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nalora.errors import NALoRAError
 from nalora.graphs import GraphedStep
+from nalora.models.attention import unmasked
 from nalora.training.settings import RunSettings
 
 # Batches are padded to multiples of this: each length is captured for itself, within seconds.
@@ -21,12 +22,13 @@ _WARMUP = 2
 
 
 def graph_passes(trainer: Any) -> None:
-    """Replay the passes of a trainer that is about to train."""
+    """Replay the passes of a trainer that is about to train, whose batches are padded on the right."""
     plain = trainer.training_step
 
     def one_pass(batch: Mapping[str, Tensor]) -> Tensor:
         inputs = {name: each for name, each in batch.items() if name != "num_items_in_batch"}
-        loss: Tensor = plain(trainer.model_wrapped, inputs, batch.get("num_items_in_batch"))
+        with unmasked(trainer.model):
+            loss: Tensor = plain(trainer.model_wrapped, inputs, batch.get("num_items_in_batch"))
         return loss
 
     learning = [each for each in trainer.model.parameters() if each.requires_grad]

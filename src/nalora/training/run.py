@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from nalora import processes, tasks
 from nalora.diagnostics.online import OnlineDiagnosis
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.models.attention import unmasked
 from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.progress import bars
@@ -80,7 +79,6 @@ def _train(
     trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
-    unfuse = _fused(run, trainer)
     folder.forget_after(_step_of(checkpoint))
     _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
@@ -89,7 +87,7 @@ def _train(
     try:
         with (
             processes.a_lost_one_is_named(lambda: trainer.state.global_step),
-            unmasked(trainer.model) if settings.cuda_graphs else contextlib.nullcontext(),
+            _fused(trainer) if settings.fused_adapters else contextlib.nullcontext(),
         ):
             outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except processes.LostProcessError:
@@ -98,8 +96,6 @@ def _train(
     finally:
         bar.close()
         stop.stop_listening()
-        for put_back in unfuse:
-            put_back()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"stopped after step {trainer.state.global_step}; go on with --resume")
     result = {
@@ -153,17 +149,21 @@ def open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Pat
     return folder.checkpoints / f"checkpoint-{step}" if step else None
 
 
-def _fused(run: Run, trainer: Any) -> list[Callable[[], None]]:
-    """Fuse the trainer's adapters where the run asks for it; what undoes it."""
-    if not run.settings.fused_adapters:
-        return []
+@contextlib.contextmanager
+def _fused(trainer: Any) -> Iterator[None]:
+    """The trainer's adapters as single functions, for the length of its training."""
     if (count := processes.count()) > 1:
         raise NALoRAError(
             "fused_adapters: true", found=f"{count} processes", expected="one", fix="leave fused_adapters out"
         )
     from nalora.fused.linears import fuse_adapters
 
-    return fuse_adapters(trainer.model)
+    undo = fuse_adapters(trainer.model)
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
 
 
 def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, material: Material) -> None:
