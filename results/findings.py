@@ -3,7 +3,8 @@
 python results/findings.py [--check]
 
 A table stands between `<!-- STUDY -->` and `<!-- /STUDY -->`; results/store/STUDY.json, which
-`nalora study studies/STUDY.yaml --store results/store` writes, is what it says.
+`nalora study studies/STUDY.yaml --store results/store` writes, is what it says. `controls` is the table of all arms
+that were compared with controls of their own, `repeats` says how far trainings of one run lie apart.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from collect import REPEATS, losses
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 LOSS, ACCURACY = "test loss", "accuracy"
-_HEAD = (
-    "| | rate | test loss | difference, 95 % interval | verdict | accuracy % |",
-    "|---|---|---:|---|---|---:|",
-)
 _PLACE = re.compile(r"(<!-- (?P<study>[\w-]+) -->\n).*?(<!-- /(?P=study) -->)", re.DOTALL)
 
 
@@ -42,8 +41,10 @@ def filled(page: str, store: Path = HERE / "store") -> str:
     """The page with the table of every study that it has a place for."""
 
     def table(match: re.Match[str]) -> str:
-        (part,) = json.loads((store / f"{match['study']}.json").read_text(encoding="utf-8"))
-        return match[1] + "\n".join(rows(part)) + "\n" + match[3]
+        others = {"controls": controls, "repeats": repeats}
+        name = match["study"]
+        lines = others[name](store) if name in others else rows(_answer(store / f"{name}.json"))
+        return match[1] + "\n".join(lines) + "\n" + match[3]
 
     return _PLACE.sub(table, page)
 
@@ -63,6 +64,44 @@ def rows(part: dict[str, Any]) -> list[str]:
                  _over_seeds(accuracy, 1))  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def controls(store: Path) -> list[str]:
+    """Every arm beside the controls that its study names, in test loss."""
+    lines = ["| | beside | difference, 95 % interval | verdict |", "|---|---|---|---|"]
+    for file in sorted(store.glob("*.json")):
+        for each in _answer(file)["controls"].get(LOSS, []):
+            cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def repeats(store: Path) -> list[str]:
+    """How far trainings of one run, with one seed, came to lie apart: the lowest and the highest of its losses."""
+    apart: dict[str, list[float]] = {"validation": [], "test": []}
+    trainings: dict[str, list[dict[str, float]]] = {}
+    for line in (store.parent / REPEATS).read_text(encoding="utf-8").splitlines():
+        earlier = json.loads(line)
+        trainings.setdefault(earlier["run"], [losses(store / earlier["run"])]).append(earlier["losses"])
+    for each in trainings.values():
+        for asked in each[0]:
+            found = [told[asked] for told in each if asked in told]
+            if len(found) > 1:
+                apart["validation" if asked.endswith("-validation") else "test"].append(max(found) - min(found))
+    told = [
+        f"their {kind} losses lie {statistics.median(each):.4f} apart (median of {len(each)}; at most {max(each):.4f})"
+        for kind, each in apart.items()
+        if each
+    ]
+    return [
+        f"- **How much is noise?** {len(trainings)} runs were trained again with the same seed:",
+        f"  {', '.join(told)}.",
+    ]
+
+
+def _answer(file: Path) -> dict[str, Any]:
+    (part,) = json.loads(file.read_text(encoding="utf-8"))
+    return dict(part)
 
 
 def _over_seeds(by_seed: dict[str, float], digits: int) -> str:

@@ -18,6 +18,11 @@ STORE = ROOT / "results" / "store"
 STUDIES = sorted(path.stem for path in STORE.glob("*.json"))
 
 
+@pytest.fixture(autouse=True)
+def _scripts_find_each_other(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "results")
+
+
 def script(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -48,19 +53,25 @@ def test_the_readme_repeats_the_findings():
     assert all(each in findings for each in told)
 
 
-def test_a_run_trained_again_is_kept_whole(tmp_path, monkeypatch):
+def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered(tmp_path, monkeypatch):
     collect = script("collect")
-    monkeypatch.setattr(collect, "HERE", tmp_path / "kept")
-    for loss in ("first", "second"):
-        run = tmp_path / loss / "run0"
-        (run / "evaluations" / f"adapted-{loss}").mkdir(parents=True)
-        (run / "evaluations" / f"adapted-{loss}" / "losses.json").write_text("{}")
+    monkeypatch.setattr(collect, "HERE", tmp_path / "store")
+    for training, loss in (("first", 0.5), ("second", 0.7), ("second", 0.7)):
+        run = tmp_path / training / "run0"
+        evaluation = run / "evaluations" / "gym" / "sums-validation" / f"adapted-{training}"
+        evaluation.mkdir(parents=True, exist_ok=True)
+        evaluation.joinpath("losses.json").write_text(json.dumps({"target_loss": {"value": loss}}))
         (run / "run.yaml").write_text(f"method: lora\noutput: {run}\n")
         for name in ("environment.json", "result.json", "metrics.jsonl"):
-            (run / name).write_text(loss)
-        monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / loss)])
+            (run / name).write_text(training)
+        monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / training)])
         collect.main()
-    kept = tmp_path / "kept" / "run0"
+    kept = tmp_path / "store" / "run0"
     assert kept.joinpath("result.json").read_text() == "second"
-    assert [path.name for path in (kept / "evaluations").iterdir()] == ["adapted-second"]
+    assert [path.parent.name for path in kept.rglob("losses.json")] == ["adapted-second"]
     assert kept.joinpath("run.yaml").read_text() == "method: lora\noutput: runs/run0\n"
+    (line,) = (tmp_path / "repeats.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"run": "run0", "losses": {"gym/sums-validation": 0.5}}
+    told = " ".join(script("findings").repeats(tmp_path / "store"))
+    assert "1 runs were trained again" in told
+    assert "validation losses lie 0.2000 apart (median of 1; at most 0.2000)." in told

@@ -58,3 +58,34 @@ def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():
     assert [(column.measure, column.scale) for column in part.table.columns] == [("rating", 1.0), ("pass_at_1", 100.0)]
     assert part.missing == ()
     assert {each.measure for each in part.table.columns} == part.comparisons.keys()
+
+
+def test_an_arm_is_compared_with_its_controls_as_a_family_of_its_own():
+    arms = {**STUDY["arms"], "rslora": {"method": "rslora"}}
+    study = {**STUDY, "arms": arms, "learning_rates": [1e-4], "seeds": [0, 1, 2], "controls": {"rslora": ["dora"]}}
+    schedule = Schedule(understand(study), "store")
+    # rsLoRA is far from DoRA and near to LoRA; seeds differ by more than either.
+    of = {"lora": 1.0, "dora": 2.0, "rslora": 1.001}
+    results = {
+        schedule.job(cell, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: of[cell.arm.name] + noise}, {}, 1.0)
+        for cell in schedule.cells
+        for seed, noise in enumerate([5.0, 6.0, 7.0 if cell.arm.name == "lora" else 7.01])
+    }
+    (part,) = answer(schedule, results, {})
+    ((control,),) = part.controls.values()
+    assert (control.method, control.baseline, control.verdict) == ("rslora", "dora", "better")
+    assert control.adjusted_p == control.p, "the comparisons with the baseline are another family"
+    assert [each.baseline for each in part.comparisons["test loss"]] == ["lora", "lora"]
+    page = in_markdown(schedule.study, [part], {})
+    assert "- rslora is better than dora" in page
+    assert "- rslora is not distinguishable from lora" in page
+
+
+def test_a_control_that_has_not_run_yet_is_left_out():
+    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4], "controls": {"lora": ["dora"]}}), "store")
+    lora = schedule.cells[0]
+    results = {
+        schedule.job(lora, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: 1.0}, {}, 1.0) for seed in (0, 1)
+    }
+    (part,) = answer(schedule, results, {})
+    assert part.controls == {}

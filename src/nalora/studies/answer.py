@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nalora.report.tables import Column, Record, Table, markdown, tabulate
-from nalora.studies.comparison import Comparison, compare, sentence
+from nalora.studies.comparison import Comparison, compare, compare_pairs, sentence
 from nalora.studies.schedule import Cell, Schedule
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
@@ -28,6 +28,7 @@ class Part(NamedTuple):
     missing: tuple[str, ...]  # arms without all of their runs
     at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
     screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
+    controls: Mapping[str, list[Comparison]] = {}  # by measure: arms beside what they must beat, a family of their own
 
     @property
     def heading(self) -> str:
@@ -44,7 +45,8 @@ class Part(NamedTuple):
 
     def sentences(self) -> list[str]:
         """What may be said."""
-        return [sentence(each, measure) for measure, found in self.comparisons.items() for each in found]
+        told = [*self.comparisons.items(), *self.controls.items()]
+        return [sentence(each, measure) for measure, found in told for each in found]
 
 
 def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Part]:
@@ -81,11 +83,16 @@ def _part(
                       title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
     table = tabulate(records, columns)
     baseline = schedule.study.baseline
-    comparisons = {name: compare(_values(records, name), baseline, higher_is_better=name != LOSS)
-                   for name in names if baseline in _values(records, name)}  # fmt: skip
+    values = {name: _values(records, name) for name in names}
+    comparisons = {name: compare(each, baseline, higher_is_better=name != LOSS)
+                   for name, each in values.items() if baseline in each}  # fmt: skip
+    pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
+    beside = {name: [pair for pair in pairs if each.keys() >= {*pair}] for name, each in values.items()}
+    controls = {name: compare_pairs(values[name], known, higher_is_better=name != LOSS)
+                for name, known in beside.items() if known}  # fmt: skip
     at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
     screening = {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells}
-    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end), screening)
+    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end), screening, controls)
 
 
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
@@ -143,10 +150,15 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             "missing": part.missing,
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],
-            "comparisons": {name: [each._asdict() for each in found] for name, found in part.comparisons.items()},
+            "comparisons": _as_numbers(part.comparisons),
+            "controls": _as_numbers(part.controls),
             "sentences": part.sentences(),
         }
         for part in parts
     ]
     write_json(folder / f"{study.name}.json", json.loads(json.dumps(content, default=str)))
     return page
+
+
+def _as_numbers(comparisons: Mapping[str, list[Comparison]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [each._asdict() for each in found] for name, found in comparisons.items()}

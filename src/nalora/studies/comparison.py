@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ _MOST_SEEDS = 10_000
 _DRAWS = 2_000
 
 Verdict = Literal["better", "worse", "not distinguishable", "one seed"]
+Claim = TypeVar("Claim", bound=Hashable)
 
 
 class Comparison(NamedTuple):
@@ -51,19 +52,37 @@ def compare(
         higher_is_better: of an accuracy; not of a loss.
         alpha: how often equal methods may be called different, over all comparisons together.
     """
-    differences = {
-        method: [each[seed] - values[baseline][seed] for seed in sorted(each.keys() & values[baseline].keys())]
-        for method, each in values.items()
-        if method != baseline
-    }
-    tested = {method: _p_value(each) for method, each in differences.items() if len(each) > 1}
+    pairs = [(method, baseline) for method in values if method != baseline]
+    return compare_pairs(values, pairs, higher_is_better=higher_is_better, alpha=alpha)
+
+
+def compare_pairs(
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    *,
+    higher_is_better: bool,
+    alpha: float = ALPHA,
+) -> list[Comparison]:
+    """Each method against its own baseline, corrected for so many pairs.
+
+    Args:
+        values: as for `compare`.
+        pairs: methods and what each is compared with.
+        higher_is_better: as for `compare`.
+        alpha: as for `compare`.
+    """
+    differences = {pair: _differences(*(values[name] for name in pair)) for pair in pairs}
+    tested = {pair: _p_value(each) for pair, each in differences.items() if len(each) > 1}
     adjusted = holm(tested)
     return [
-        _comparison(
-            method, baseline, each, tested.get(method), adjusted.get(method), len(tested), higher_is_better, alpha
-        )
-        for method, each in differences.items()
+        _comparison(*pair, each, tested.get(pair), adjusted.get(pair), len(tested), higher_is_better, alpha)
+        for pair, each in differences.items()
     ]
+
+
+def _differences(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """By the seeds that both have."""
+    return [method[seed] - baseline[seed] for seed in sorted(method.keys() & baseline.keys())]
 
 
 def _comparison(
@@ -102,9 +121,9 @@ def bootstrap_interval(differences: Sequence[float], seed: int = 0) -> Interval:
     return Interval(low, high)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[Claim, float]) -> dict[Claim, float]:
     """Holm's adjustment: the chance of any false claim among all stays below alpha."""
-    adjusted: dict[str, float] = {}
+    adjusted: dict[Claim, float] = {}
     largest = 0.0
     for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
         largest = max(largest, min(1.0, (len(p_values) - place) * p))

@@ -9,11 +9,14 @@
     arms:                          # what is compared; the first is the baseline
       lora: {method: lora}
       na-lora: {method: na-lora, apply_to: update}
+      random channels: {method: na-lora-random, apply_to: update}
     over:                          # further settings: every combination is a table of its own
       rank: [8, 32]
       sums:                        # several settings together under a name, with learning rates where they need others
         short: {settings: {max_terms: 2}}
         long: {settings: {max_terms: 6}, max_length: 256, learning_rates: [1.0e-4, 3.0e-4, 1.0e-3]}
+    controls:                      # what an arm must beat beside the baseline: corrected among themselves
+      na-lora: [random channels]
     learning_rates: [3.0e-4, 1.0e-3, 3.0e-3]       # of every arm; an arm may give its own, which go before all others
     validation_size: 200           # held out of the training set, to choose the learning rate by
     screening_seeds: [0]
@@ -65,6 +68,7 @@ class Study:
     settings: Mapping[str, Any]
     arms: tuple[Arm, ...]
     over: Mapping[str, tuple[Any, ...] | Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     learning_rates: tuple[float, ...] = ()
     validation_size: int = 200
     screening_seeds: tuple[int, ...] = (0,)
@@ -147,6 +151,7 @@ def understand(given: Mapping[str, Any], where: str = "study") -> Study:
                 name: values if isinstance(values, dict) else tuple(values)
                 for name, values in (given.get("over") or {}).items()
             },
+            controls={arm: tuple(each) for arm, each in (given.get("controls") or {}).items()},
             learning_rates=tuple(float(rate) for rate in given.get(_RATES, ())),
             validation_size=given.get("validation_size", 200),
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
@@ -183,6 +188,7 @@ def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
         elif isinstance(values, dict):
             problems += [f"over.{name}.{each}: no settings" for each, s in values.items() if not isinstance(s, dict)]
             named += values.values()
+    problems += _problems_of_controls(given.get("controls") or {}, given.get("arms"))
     for part in ("learning_rates", "seeds", "screening_seeds"):
         if part in given and (not isinstance(given[part], list) or not given[part]):
             problems.append(f"{part}: an empty list")
@@ -194,6 +200,15 @@ def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
             taken = [name for name in _ITS_OWN if isinstance(settings, dict) and name in settings]
             problems += [f"{part}: {name} is the study's to give" for name in taken]
     return problems
+
+
+def _problems_of_controls(controls: Any, arms: Any) -> list[str]:
+    if not isinstance(controls, dict) or not all(isinstance(each, list) and each for each in controls.values()):
+        return ["controls: expected `arm: [other arm, ...]` lines"]
+    named = [name for arm, others in controls.items() for name in (arm, *others)]
+    unknown = [name for name in dict.fromkeys(named) if name not in (arms or {})]
+    alone = [arm for arm, others in controls.items() if arm in others]
+    return [f"controls: no arm {name!r}" for name in unknown] + [f"controls: {arm!r} is its own" for arm in alone]
 
 
 def _problems_of_runs(study: Study) -> list[str]:
