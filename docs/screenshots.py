@@ -34,7 +34,7 @@ PICTURES = (
     ("dark", "#gates", 1200, 900, "dark"),
     ("phone", "body", 400, 860, "light"),
 )
-OF_A_STUDY = (("study", "#answer", 1200, 1000, "light"),)
+OF_A_STUDY = (("study", "#answer", 1200, 1500, "light"),)
 
 
 def main() -> None:

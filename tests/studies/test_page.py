@@ -28,7 +28,8 @@ def store_of(study, folder, jobs):
 
 @pytest.fixture
 def finished(tmp_path):
-    study = dummies.study()
+    arms = {"lora": {"method": "lora"}, "na-lora": {"method": "na-lora"}, "random": {"method": "na-lora-random"}}
+    study = dummies.study(arms=arms, controls={"na-lora": ["random"]})
     schedule = Schedule(study, str(tmp_path))
     for _ in range(2):
         store_of(study, tmp_path, schedule.open_jobs(so_far(study, tmp_path).results, {}))
@@ -43,6 +44,8 @@ def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
     assert page.index("What the study says") < page.index("Did it learn")
     assert "Asks &lt;whether&gt; it helps." in page
     assert all(sentence in page for sentence in part.sentences())
+    assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences())
+    assert "Bold: better" not in page, "marks are words here"
     assert "lora (lr 0.001, seed 0)" in page
     assert "na-lora (lr 0.0003, seed 0)" in page
 
@@ -57,13 +60,14 @@ def test_in_a_browser_charts_show_the_studys_numbers(finished):
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=installed_browser(), args=["--no-sandbox"])
         visit = Visit(browser, file)
-        assert {"rates-0", "difference-0-0"} <= set(visit.charts())
+        assert {"rates-0", "difference-0-0", "control-0-0"} <= set(visit.charts())
         curves = {trace["name"]: trace for trace in visit.traces("rates-0")}
         for arm, losses in part.screening.items():
             assert curves[arm]["x"] == list(losses)
             assert curves[arm]["y"] == pytest.approx(list(losses.values()), rel=1e-5)
-        (difference,) = visit.traces("difference-0-0")
-        assert difference["x"] == pytest.approx([part.comparisons["test loss"][0].difference], rel=1e-5)
+        for chart, found in (("difference-0-0", part.comparisons), ("control-0-0", part.controls)):
+            shown = [trace["x"] for trace in visit.traces(chart)]
+            assert shown == [pytest.approx([each.difference], rel=1e-5) for each in found["test loss"]]
         assert visit.problems == []
         assert all(url.startswith("file:") for url in visit.requests)
         browser.close()

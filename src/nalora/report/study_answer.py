@@ -13,9 +13,10 @@ from nalora.report.tables import Table
 
 
 class Difference(NamedTuple):
-    """An arm beside the baseline, paired by seed; without an interval where there is one seed."""
+    """An arm beside another, paired by seed; without an interval where there is one seed."""
 
     arm: str
+    beside: str
     value: float
     interval: tuple[float, float] | None
     seeds: int
@@ -34,6 +35,7 @@ class AnswerPart:
         screening: validation losses by arm and learning rate, None where a run is missing.
         rates: the learning rate chosen for each arm.
         differences: from the baseline, by measure.
+        controls: from what an arm must beat as well, by measure.
         shown: which of the report's runs stands for an arm.
     """
 
@@ -44,6 +46,7 @@ class AnswerPart:
     screening: Mapping[str, Mapping[float, float | None]]
     rates: Mapping[str, float | None]
     differences: Mapping[str, Sequence[Difference]]
+    controls: Mapping[str, Sequence[Difference]]
     shown: Mapping[str, int]
 
 
@@ -63,19 +66,15 @@ class StudyAnswer:
     baseline: str
     parts: Sequence[AnswerPart]
 
-    def words(self, part: AnswerPart) -> str:
-        """A part's table and sentences as HTML."""
-        heading = f"<h3>{escape(part.heading)}</h3>" if part.heading else ""
-        marks = {"best": " (best)", "second": " (second)", "": ""}
-        rows = [[arm, *(f"{text}{marks[mark]}" for text, mark in cells)] for arm, cells in part.table.texts()]
-        heads = ["arm", *(column.head for column in part.table.columns)]
-        shown = words.table(heads, rows, part.table.caption, numbers=True) if rows else ""
-        return heading + shown + (words.items(part.sentences) if part.sentences else "") + words.notes(part.notes)
-
-    def html(self) -> str:
-        """All that is words; the charts stand below it."""
+    def tables(self) -> str:
+        """What is asked, and a table for each part, as HTML; the charts stand below it."""
         question = f"<p>{escape(self.question)}</p>" if self.question else ""
-        return question + "".join(self.words(part) for part in self.parts)
+        return question + "".join(map(_table, self.parts))
+
+    def sentences(self) -> str:
+        """What may be said of each part, as HTML; it stands below the charts."""
+        told = [part for part in self.parts if part.sentences]
+        return "".join(f"<h3>{escape(part.heading or 'In words')}</h3>{words.items(part.sentences)}" for part in told)
 
     def numbers(self) -> dict[str, Any]:
         """What the page's charts are drawn from."""
@@ -90,14 +89,27 @@ class StudyAnswer:
                         arm: [[rate, finite(loss)] for rate, loss in losses.items()]
                         for arm, losses in part.screening.items()
                     },
-                    "differences": {
-                        measure: [
-                            {**each._asdict(), "value": finite(each.value), "interval": finite(each.interval)}
-                            for each in found
-                        ]
-                        for measure, found in part.differences.items()
-                    },
+                    "differences": _numbers(part.differences),
+                    "controls": _numbers(part.controls),
                 }
                 for part in self.parts
             ],
         }
+
+
+def _table(part: AnswerPart) -> str:
+    heading = f"<h3>{escape(part.heading)}</h3>" if part.heading else ""
+    marks = {"best": " (best)", "second": " (second)", "": ""}
+    rows = [[arm, *(f"{text}{marks[mark]}" for text, mark in cells)] for arm, cells in part.table.texts()]
+    heads = ["arm", *(column.head for column in part.table.columns)]
+    # A page's marks are words, which a screen reader reads as well.
+    caption = part.table.caption.replace("Bold:", "(best):").replace("underlined:", "(second):")
+    shown = words.table(heads, rows, caption, numbers=True) if rows else ""
+    return heading + shown + words.notes(part.notes)
+
+
+def _numbers(differences: Mapping[str, Sequence[Difference]]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        measure: [{**each._asdict(), "value": finite(each.value), "interval": finite(each.interval)} for each in found]
+        for measure, found in differences.items()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from nalora.report.data import RunData, read_run
 from nalora.report.html import write_report
 from nalora.report.study_answer import AnswerPart, Difference, StudyAnswer
 from nalora.studies.answer import Part, answer
+from nalora.studies.comparison import Comparison
 from nalora.studies.conduct import Progress, so_far
 from nalora.studies.schedule import Cell
 from nalora.studies.store import VALIDATION
@@ -74,11 +75,17 @@ def _part(part: Part, places: Mapping[tuple[Any, str], int]) -> AnswerPart:
         notes=part.notes(),
         screening=part.screening,
         rates=part.rates,
-        differences={
-            measure: [
-                Difference(each.method, each.difference, each.interval, each.seeds, each.verdict) for each in found
-            ]
-            for measure, found in part.comparisons.items()
-        },
+        differences=_differences(part.comparisons),
+        controls=_differences(part.controls),
         shown={arm: places[here, arm] for arm in part.rates if (here, arm) in places},
     )
+
+
+def _differences(comparisons: Mapping[str, Sequence[Comparison]]) -> dict[str, list[Difference]]:
+    return {
+        measure: [
+            Difference(each.method, each.baseline, each.difference, each.interval, each.seeds, each.verdict)
+            for each in found
+        ]
+        for measure, found in comparisons.items()
+    }
