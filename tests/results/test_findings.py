@@ -46,6 +46,10 @@ def test_the_findings_tables_are_the_answers():
     assert script("findings").filled(page) == page
 
 
+def test_the_picture_is_of_these_numbers():
+    assert script("picture").digest() in (ROOT / "docs" / "figures" / "findings.svg").read_text()
+
+
 def test_the_readme_repeats_the_findings():
     findings = (ROOT / "docs" / "findings.md").read_text()
     told = re.findall(r"0\.\d{4} ± 0\.\d{4}", (ROOT / "README.md").read_text())
