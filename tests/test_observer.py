@@ -98,6 +98,55 @@ def test_merged_adapters_are_an_error_and_unmerging_goes_on():
     step(model, optimizer, seed=1)
 
 
+@pytest.mark.parametrize("merge", ["before", "after"])
+def test_merged_adapters_are_an_error_where_something_else_learns(merge):
+    model = tiny.llama()
+    model.get_output_embeddings().weight.requires_grad_(True)
+    optimizer = torch.optim.SGD(tiny.trainable(model), lr=0.1)
+    if merge == "before":
+        model.merge_adapter()
+    nalora.attach(model, optimizer)
+    if merge == "after":
+        model.merge_adapter()
+    with pytest.raises(NALoRAError, match="merged adapters in a training pass"):
+        step(model, optimizer)
+    model.unmerge_adapter()
+    step(model, optimizer, seed=1)
+
+
+@pytest.mark.parametrize("apply_to", ["gradient", "update"])
+def test_steps_of_another_optimizer_are_an_error_and_binding_it_goes_on(apply_to):
+    model, _, controller = attached(apply_to=apply_to)
+    rebuilt = torch.optim.SGD(tiny.trainable(model), lr=0.1)
+    step(model, rebuilt)
+    step(model, rebuilt)
+    with pytest.raises(NALoRAError, match=r"another optimizer.*controller\.bind"):
+        step(model, rebuilt)
+    controller.bind(rebuilt)
+    for seed in range(3):
+        step(model, rebuilt, seed=seed)
+    assert controller.metrics()["mask_mean"] < 1
+
+
+def test_a_state_that_is_loaded_between_backward_and_step_is_no_error():
+    model, optimizer, controller = attached()
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    for seed in range(3):
+        tiny.sum_loss(model, tiny.tokens(seed=seed)).backward()
+        model.load_state_dict(state)
+        step(model, optimizer, seed=seed)
+    assert controller.metrics()["mask_mean"] < 1
+
+
+def test_adapters_that_are_all_frozen_are_an_error():
+    model = tiny.llama()
+    optimizer = torch.optim.SGD(tiny.trainable(model), lr=0.1)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(NALoRAError, match="all frozen"):
+        nalora.attach(model, optimizer)
+
+
 def test_an_unloaded_model_is_an_error():
     model, optimizer, _ = attached()
     base = model.unload()

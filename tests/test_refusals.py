@@ -56,6 +56,22 @@ def test_shards_are_refused_by_name(shard, named, mesh):
     assert not any("_Hook" in repr(hook) for module in model.modules() for hook in module._forward_hooks.values())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (lambda model, optimizer: (optimizer, model), "SGD where the model belongs"),
+        (
+            lambda model, optimizer: (model, optimizer, {"apply_to": "update"}),
+            r"found dict.*a NALoRAConfig",
+        ),
+    ],
+)
+def test_arguments_in_the_wrong_place_are_named(arguments, named):
+    model = tiny.llama()
+    with pytest.raises(NALoRAError, match=named):
+        nalora.attach(*arguments(model, torch.optim.SGD(tiny.trainable(model), lr=0.1)))
+
+
 def test_a_gate_that_gives_only_some_of_its_channels_is_refused():
     """As a tensor-parallel layer does whose weights are plain tensors."""
     model = tiny.llama(torch.float32)

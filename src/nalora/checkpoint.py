@@ -78,7 +78,8 @@ def _check_same_blocks(targets: dict[str, Tensor], tensors: dict[str, Tensor]) -
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
-    """Write the state into `folder`."""
+    """Write the state into `folder`, which is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
     metadata = {"version": str(state["version"]), "config": json.dumps(state["config"])}
     whole_files.save_tensors(path, state["tensors"], metadata)

@@ -120,6 +120,10 @@ class ControlledParameters:
         """
         return [adapter.b for adapter in self._known.get(layer, [])]
 
+    def version(self, layer: nn.Module) -> int:
+        """A number that grows whenever the layer's adapters are written to."""
+        return sum(b._version for b in self.trained(layer))
+
     def were_replaced(self, layer: LoraLayer) -> bool:
         """Whether the layer computes with other parameters than those that were looked at."""
         return any(

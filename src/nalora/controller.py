@@ -56,6 +56,7 @@ def attach(
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
     """
+    refusals.if_arguments_are_mixed_up(model, config)
     zero.refuse_engine_without_zero(model, optimizer)
     controller = NALoRAController(model, config, kernels=kernels)
     try:
@@ -70,6 +71,7 @@ class NALoRAController:
     """Holds the hooks, the state and the plan of one model; made by `attach` or `attach_trainer`."""
 
     def __init__(self, model: nn.Module, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto") -> None:
+        refusals.if_arguments_are_mixed_up(model, config)
         self.config = config or NALoRAConfig()
         self.model = unwrapped(model)
         self._kernels = kernels
@@ -117,6 +119,8 @@ class NALoRAController:
         )
         observer.gradient_is_gone = lambda: self._gradients_are_gone(layers[0])
         observer.parameters_were_replaced = lambda: self._controlled.were_replaced(layers[0])
+        observer.is_merged = lambda: any(layer.merged for layer in layers)
+        observer.version = lambda: self._controlled.version(layers[0])
         observer.applied = lambda: self._decisions is not None
         observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
@@ -214,12 +218,15 @@ class NALoRAController:
         optimizer = refusals.unless_known_optimizer(optimizer)
         if zero.is_deepspeed(optimizer):
             zero.refuse_unusable(optimizer, self.config)
+        refusals.if_nothing_learns(self.plan)
         refusals.if_parameters_are_missing(self.model, self.plan, optimizer)
         if optimizer is self._optimizer:
             self._look_at_parameters()
             return
         self._unbind()
         self._look_at_parameters()
+        for observer in self._observers:
+            observer.forget_steps_elsewhere()
         self._optimizer = optimizer
         if zero.is_deepspeed(optimizer):
             undo = zero.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
@@ -248,6 +255,8 @@ class NALoRAController:
             multiply_updates(*self._before)
         for group, decision in zip(self._groups, self._decisions, strict=True):
             group.commit(decision, happened)
+        for observer in self._observers:
+            observer.stepped_elsewhere = 0
         self._open_window()
 
     def _gradients_zeroed(self, *_: Any, **__: Any) -> None:

@@ -47,6 +47,9 @@ class GateObserver:
         self.is_adapted_pass = is_adapted_pass
         self.gradient_is_gone: Callable[[], bool] = lambda: False
         self.parameters_were_replaced: Callable[[], bool] = lambda: False
+        self.is_merged: Callable[[], bool] = lambda: False
+        self.version: Callable[[], int] = lambda: 0
+        self.stepped_elsewhere = 0
         self.applied: Callable[[], bool] = lambda: False
         self.abandon: Callable[[], None] = self.discard_window
         self.waiting: Tensor | None = None
@@ -61,6 +64,7 @@ class GateObserver:
         self.calls = 0
         self.gradient_arrived = False
         self._first_pass_learned = False
+        self._version_learned: int | None = None
         self.waiting = None
 
     def discard_window(self) -> None:
@@ -142,6 +146,8 @@ class GateObserver:
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and self._first_pass_learned:
             return False
+        if self.gradient_arrived and self._was_stepped_elsewhere():
+            self.abandon()
         if self.gradient_arrived and self.gradient_is_gone():
             self.abandon()
         if self.applied():
@@ -165,8 +171,46 @@ class GateObserver:
                 expected="the model sharded (fully_shard) or loaded first, then the optimizer, then attach",
                 fix="attach last, or call controller.bind(optimizer) with an optimizer of the new parameters",
             )
+        if self.calls == 0 and self.is_merged():
+            raise NALoRAError(
+                self.block.name,
+                found="merged adapters in a training pass, which then learn nothing",
+                expected="adapters beside the weights they adapt",
+                fix="unmerge before training on",
+            )
         self._first_pass_learned |= not recomputing
         self.calls += 1
+        return True
+
+    def learn(self) -> None:
+        """A backward pass has reached the block's adapters."""
+        if not self.gradient_arrived:
+            self.gradient_arrived, self._version_learned = True, self.version()
+
+    def forget_steps_elsewhere(self) -> None:
+        """The optimizer that made them is the one to follow from here on."""
+        self.stepped_elsewhere = 0
+        if self._has_moved():
+            self.discard_window()
+
+    def _has_moved(self) -> bool:
+        return self._version_learned is not None and self.version() != self._version_learned
+
+    def _was_stepped_elsewhere(self) -> bool:
+        """Whether the adapters have moved since their gradient came, although the optimizer we follow made no step.
+
+        Once may be a state that was loaded; twice in a row is another optimizer.
+        """
+        if not self._has_moved():
+            return False
+        self.stepped_elsewhere += 1
+        if self.stepped_elsewhere > 1:
+            raise NALoRAError(
+                self.block.name,
+                found="adapters that another optimizer steps than the one given to attach",
+                expected="every step from the optimizer that the controller follows",
+                fix="call controller.bind(optimizer) with the optimizer that steps now",
+            )
         return True
 
 
@@ -190,7 +234,7 @@ class _Hook:
 def _gradient_arrived(observer: weakref.ref[GateObserver], parameter: Tensor) -> None:
     """Weakly: a cycle through a tensor's hooks is one that Python cannot see, and would keep the model for good."""
     if (alive := observer()) is not None:
-        alive.gradient_arrived = True
+        alive.learn()
 
 
 def is_observed(module: nn.Module) -> bool:

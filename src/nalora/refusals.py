@@ -14,11 +14,30 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from nalora import zero
+from nalora.config import NALoRAConfig
 from nalora.controlled import parts
 from nalora.errors import NALoRAError
 from nalora.observer import GateObserver, is_observed
 from nalora.plan import Plan
 from nalora.sharding import is_data_parallel, is_offloaded, is_sharded
+
+
+def if_arguments_are_mixed_up(model: Any, config: Any) -> None:
+    """Refuse what is no model, and settings that are no `NALoRAConfig`."""
+    if not isinstance(model, nn.Module):
+        raise NALoRAError(
+            "attach(model, optimizer)",
+            found=f"{type(model).__name__} where the model belongs",
+            expected="a torch.nn.Module with PEFT LoRA layers",
+            fix="hand over the model first, then its optimizer",
+        )
+    if config is not None and not isinstance(config, NALoRAConfig):
+        raise NALoRAError(
+            "attach(config=…)",
+            found=type(config).__name__,
+            expected="a NALoRAConfig",
+            fix="NALoRAConfig(apply_to='update'), or NALoRAConfig(**settings) for a dictionary",
+        )
 
 
 def if_kernels_are_unknown(kernels: str) -> None:
@@ -157,6 +176,17 @@ def if_parameters_are_missing(model: nn.Module, plan: Plan, optimizer: Optimizer
                     fix="build the optimizer from the parameters of this model after adding the adapter and after"
                     " sharding it, and do not step parameters inside backward",
                 )
+
+
+def if_nothing_learns(plan: Plan) -> None:
+    """Refuse adapters that are all frozen, as PEFT loads them where it is not told that they are to be trained."""
+    if plan.blocks and not any(parameter.requires_grad for each in plan.blocks for parameter, _ in parts(each)):
+        raise NALoRAError(
+            plan.blocks[0].block.gate.name,
+            found="LoRA parameters that are all frozen",
+            expected="adapters that learn",
+            fix="PeftModel.from_pretrained(..., is_trainable=True), or requires_grad_(True) on them, then attach",
+        )
 
 
 def unless_gates_were_observed(observers: Iterable[GateObserver]) -> None:
