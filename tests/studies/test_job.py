@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
+import transformers
 
+import nalora.training.run as training
+from nalora import NALoRAError
 from nalora.studies.job import Job, work
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
+from nalora.training.saved_run import read_run
 
 
 @pytest.fixture
@@ -76,3 +83,114 @@ def test_questions_without_one_right_answer_are_asked_too(job, monkeypatch):
     assert all(result.has(part) for part in (VALIDATION, TEST, ANSWERS))
     assert math.isfinite(result.losses[VALIDATION])
     assert math.isnan(result.losses[TEST])
+
+
+def test_what_a_user_asks_beside_a_study_does_not_change_it(job):
+    from nalora.evaluation.targets import Request, evaluate_target
+
+    everything = asking(job, VALIDATION, TEST, ANSWERS)
+    work(everything)
+    store, run = Store(job.store), str(Store(job.store).folder("run").path)
+    before = store.result("run")
+    other = {"train_size": 4, "test_size": 2, "settings": {}, "max_new_tokens": 4}
+    evaluate_target(run, Request(task="gym/spell_backward", options=other, with_base=False))
+    assert store.result("run") == before
+    evaluate_target(run, Request(limit=3, with_base=False))
+    assert store.result("run").losses == before.losses
+    assert not store.result("run").has(ANSWERS)
+    work(everything)
+    assert store.result("run") == before
+
+
+def test_a_study_of_all_questions_asks_those_that_one_of_few_left_out(job):
+    few = replace(asking(job, VALIDATION, TEST, ANSWERS), ask_limit=2)
+    work(few)
+    store = Store(job.store)
+    assert store.result("run", ask_limit=2).has(ANSWERS)
+    assert not store.result("run").has(ANSWERS)
+    before = store.result("run").losses
+    work(replace(few, ask_limit=None))
+    assert store.result("run").has(ANSWERS)
+    assert store.result("run").losses == before
+
+
+@pytest.fixture
+def without_weights(job):
+    """A finished run whose weights are not kept, and what is known of it."""
+    work(job)
+    shutil.rmtree(Store(job.store).folder("run").adapter)
+    return Store(job.store).result("run")
+
+
+def folders(job):
+    return {path.name for path in Path(job.store).iterdir() if path.is_dir()}
+
+
+def test_a_second_training_that_cannot_be_leaves_the_first_one_s_result(job, without_weights):
+    base, elsewhere = Path(job.settings["model"]), Path(job.settings["model"]).with_name("elsewhere")
+    base.rename(elsewhere)
+    with pytest.raises(NALoRAError, match="base"):
+        work(asking(job, VALIDATION, TEST))
+    assert Store(job.store).result("run") == without_weights
+    elsewhere.rename(base)
+    work(asking(job, TEST))
+    after = Store(job.store).result("run")
+    assert after.losses[VALIDATION] == without_weights.losses[VALIDATION], "asked again, for it was known"
+    assert after.has(TEST)
+    assert folders(job) == {"run"}
+
+
+def test_a_second_training_that_is_stopped_goes_on_where_it_was(job, without_weights, monkeypatch):
+    began: list[int] = []
+
+    class StopOnce(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            began.append(state.global_step)
+
+        def on_step_begin(self, args, state, control, **_):
+            if len(began) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    make = training.make_trainer
+    monkeypatch.setattr(training, "make_trainer", lambda *a: (t := make(*a)).add_callback(StopOnce()) or t)
+    with pytest.raises(training.Interrupted, match="after step 1"):
+        work(asking(job, VALIDATION, TEST))
+    assert Store(job.store).result("run") == without_weights
+    assert len(list(Path(job.store).glob("*/result.json"))) == 1, "no other folder is taken for a run"
+    work(asking(job, VALIDATION, TEST))
+    assert began == [0, 1]
+    assert Store(job.store).result("run").losses[VALIDATION] == without_weights.losses[VALIDATION]
+
+
+KILLED_BEFORE = {
+    "the old one goes": (Path, "rename", 1),
+    "the new one comes": (Path, "rename", 2),
+    "the old one is deleted": (shutil, "rmtree", 1),
+}
+
+
+@pytest.mark.parametrize("where", KILLED_BEFORE)
+def test_killed_while_the_two_change_places_one_of_them_is_found(job, without_weights, monkeypatch, where):
+    owner, name, count = KILLED_BEFORE[where]
+    do, calls = getattr(owner, name), []
+
+    def killed(path, *rest, **options):
+        if "run.again" in f"{path}{rest}":
+            calls.append(path)
+            if len(calls) == count:
+                raise KeyboardInterrupt
+        return do(path, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            work(asking(job, VALIDATION, TEST))
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "make_trainer", lambda *_: pytest.fail("trained a third time"))
+        work(asking(job, VALIDATION, TEST))
+    after, folder = Store(job.store).result("run"), Store(job.store).folder("run")
+    assert after.losses[VALIDATION] == without_weights.losses[VALIDATION]
+    assert after.has(TEST)
+    assert folder.adapter.is_dir()
+    assert read_run(folder).settings.output == str(folder.path)
+    assert folders(job) == {"run"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
+from nalora.training.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -40,34 +41,75 @@ class Job:
 def work(job: Job, device: str | None = None) -> None:
     """Train what is not trained, ask what was not asked.
 
-    A run whose weights are no longer kept is trained again, and asked everything again, if something new is asked.
+    A run whose weights are no longer kept is trained again, and asked everything again, if something new is asked;
+    what is known of it stays where it is until all of that is done.
 
     Raises:
         NALoRAError: the run cannot be.
     """
+    store, again = Store(job.store), _Again(job)
+    again.take_its_place_if_cut_short()
+    known = store.result(job.key, job.ask_limit)
+    if known and all(known.has(part) for part in job.parts):
+        return
+    if known is None or store.folder(job.key).trained.is_dir():
+        _train_and_ask(job, store.folder(job.key), {*job.parts}, device)
+        return
+    before = {part for part in (VALIDATION, TEST, ANSWERS) if known.has(part)}
+    _train_and_ask(job, again.new, {*job.parts} | before, device)
+    again.take_its_place()
+
+
+def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | None) -> None:
+    """Come to all these parts of the run in that folder, from whatever is there of it."""
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.training.run import train
     from nalora.training.settings import check
 
-    folder = Store(job.store).folder(job.key)
     run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
-    known = Store(job.store).result(job.key)
-    if known and all(known.has(part) for part in job.parts):
-        return
-    if known and not folder.trained.is_dir():
-        shutil.rmtree(folder.path)
-        known = None
+    known = Store(folder.path.parent).result(folder.path.name, job.ask_limit)
     if known is None:
         train(run, resume=folder.settings.is_file())
         let_go_of_memory()
+    missing = {part for part in parts if known is None or not known.has(part)}
+    if ANSWERS in missing:
+        missing.add(TEST)  # how many questions there are is told beside the answers, by the losses in the same folder
     requests = {
         VALIDATION: Request(with_base=False, split="validation", writing=False),
         TEST: Request(with_base=False, writing=False),
         ANSWERS: Request(with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens),
     }
-    for part in job.parts:
-        if known is None or not known.has(part):
-            evaluate_target(str(folder.path), requests[part], device=device)
+    for part, request in requests.items():
+        if part in missing:
+            evaluate_target(str(folder.path), request, device=device)
+
+
+class _Again:
+    """Where a run that is in the store is trained again: beside it, one folder deeper than runs are looked for.
+
+    At the end the two change places by renaming. Whenever that is cut short, one of them is in the run's place, or
+    nothing is and the new one is whole.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.place = Store(job.store).folder(job.key)
+        self.aside = Path(job.store) / f"{job.key}.again"
+        self.new, self.old = RunFolder(self.aside / "new"), self.aside / "old"
+
+    def take_its_place(self) -> None:
+        """Put the new run where the old one is, which goes."""
+        from nalora.training.saved_run import read_run
+
+        self.new.write_settings(read_run(self.new).to_dict() | {"output": str(self.place.path)})
+        self.place.path.rename(self.old)
+        self.take_its_place_if_cut_short()
+
+    def take_its_place_if_cut_short(self) -> None:
+        """Do what is left of that, if anything is."""
+        if self.new.path.is_dir() and not self.place.path.exists():
+            self.new.path.rename(self.place.path)
+        if self.old.is_dir() and self.place.path.exists():
+            shutil.rmtree(self.aside)
 
 
 def log_of(job: Job) -> Path:

@@ -9,11 +9,9 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nalora.training.folder import RunFolder
+from nalora.training.folder import INDIFFERENT, RunFolder
 from nalora.training.settings import Run
 
-# Settings that change nothing of what comes out: where it is kept, what is told on the way.
-_INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
 VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
 
 
@@ -27,7 +25,7 @@ def key(run: Run) -> str:
     content = {
         name: value
         for name, value in run.to_dict().items()
-        if name not in _INDIFFERENT and not (name in defaults and defaults[name] == value)
+        if name not in INDIFFERENT and not (name in defaults and defaults[name] == value)
     }
     content["method"] = run.method.name
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -63,8 +61,12 @@ class Store:
         """Where the run of that key is kept."""
         return RunFolder(self.root / name)
 
-    def result(self, name: str) -> Result | None:
-        """What is known of a finished run, None of any other."""
+    def result(self, name: str, ask_limit: int | None = None) -> Result | None:
+        """What is known of a finished run, None of any other.
+
+        Only what it was asked of its own task counts. A study leaves losses.json, which is of all questions; beside it
+        summary.json may be of fewer: its answers count if it is of the first `ask_limit`, or else of all.
+        """
         folder = self.folder(name)
         found = _read(folder.result)
         if found is None:
@@ -72,15 +74,17 @@ class Store:
         losses: dict[str, float] = {}
         measures: dict[str, float] = {}
         # A task's name may hold a slash, which makes its folder one deeper.
-        for path in sorted(folder.evaluations.rglob("adapted-*/*.json")):
-            summary = _read(path)
-            if summary is None:
+        for path in sorted(folder.evaluations.rglob("adapted-*/losses.json")):
+            told = _read(path)
+            if told is None or told.get("task") != found.get("task"):
                 continue
             part = VALIDATION if path.parent.parent.name.endswith("-validation") else TEST
             # No number where the task's questions have no one right answer, as a conversation or a program has not.
-            loss = summary.get("target_loss")
+            loss = told.get("target_loss")
             losses[part] = _number(loss["value"]) if loss else math.nan
-            if path.name == "summary.json":
+            summary = _read(path.with_name("summary.json"))
+            questions = told.get("examples", 0)
+            if part == TEST and summary and summary.get("examples", 0) >= min(questions, ask_limit or questions):
                 measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
         return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))
 

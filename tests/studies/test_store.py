@@ -1,0 +1,82 @@
+"""What counts of a run's evaluations: its own task, all questions for a loss, as many answers as are asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store, key
+from nalora.training.settings import check
+
+OWN = "gym/chain_sum"
+
+
+def write(path, **content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def told(place, name, *, task=OWN, examples=6, loss=1.0, accuracy=0.5):
+    measures = {"accuracy": {"value": accuracy}} if name == "summary" else {}
+    write(place / f"{name}.json", task=task, examples=examples, target_loss={"value": loss}, measures=measures)
+
+
+@pytest.fixture
+def evaluations(tmp_path):
+    """Those of a run that a study has asked everything."""
+    write(tmp_path / "run" / "result.json", task=OWN, train_loss=1.0, seconds=1.0, examples=40)
+    place = tmp_path / "run" / "evaluations"
+    told(place / "gym/chain_sum-validation/adapted-5", "losses", loss=2.0, examples=8)
+    told(place / "gym/chain_sum/adapted-5", "losses", loss=3.0)
+    told(place / "gym/chain_sum/adapted-5", "summary", loss=3.0)
+    return place
+
+
+def result(evaluations, ask_limit=None):
+    return Store(evaluations.parents[1]).result("run", ask_limit)
+
+
+def test_what_a_study_has_asked_is_known(evaluations):
+    found = result(evaluations)
+    assert found.losses == {VALIDATION: 2.0, TEST: 3.0}
+    assert found.measures == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize("place", ["gym/leg_counting/adapted-9", "zeros/adapted-9", "zeros-validation/adapted-9"])
+@pytest.mark.parametrize("name", ["losses", "summary"])
+def test_another_task_changes_nothing(evaluations, place, name):
+    before = result(evaluations)
+    told(evaluations / place, name, task="another", loss=9.0, accuracy=0.9)
+    assert result(evaluations) == before
+
+
+def test_a_few_questions_of_its_own_task_change_no_loss(evaluations):
+    for folder in ("adapted-5", "adapted-9"):  # as before, and with other prompts
+        told(evaluations / OWN / folder, "summary", examples=3, loss=9.0, accuracy=0.9)
+    assert result(evaluations).losses == {VALIDATION: 2.0, TEST: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("answered", "ask_limit", "counts"),
+    [(6, None, True), (3, None, False), (3, 3, True), (3, 4, False), (6, 3, True), (6, 100, True)],
+)
+def test_answers_count_if_as_many_questions_were_asked_as_a_study_asks(evaluations, answered, ask_limit, counts):
+    told(evaluations / OWN / "adapted-5", "summary", examples=answered)
+    found = result(evaluations, ask_limit)
+    assert found.has(ANSWERS) == counts
+    assert found.measures == ({"accuracy": 0.5} if counts else {})
+
+
+def test_answers_alone_say_nothing_of_the_test_loss(evaluations):
+    (evaluations / OWN / "adapted-5" / "losses.json").unlink()
+    found = result(evaluations)
+    assert not found.has(TEST)
+    assert not found.has(ANSWERS)
+
+
+def test_a_run_is_the_same_however_it_is_watched_and_another_with_other_passes():
+    run = {"model": "smollm2-135m", "task": OWN, "batch_size": 8}
+    watched = {"save_every": 50, "log_every": 1, "device": "cpu", "output": "elsewhere"}
+    assert key(check(run | watched)) == key(check(run))
+    assert key(check(run | {"micro_batch_size": 4})) != key(check(run)), "LoRA-GA and GoRA start elsewhere"
