@@ -29,10 +29,16 @@ import torch
 from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
+from nalora.training.settings import check
 
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
 # Written last into a checkpoint: a folder without it was being written when the run was killed.
 COMPLETE = "complete"
+# Settings that change nothing of what comes out: where it is kept, what is told on the way.
+INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
+# Nor does a pass's size once a run has begun, but for rounding and dropout's draws, as another number of processes;
+# before, LoRA-GA and GoRA take the gradient they start from in batches of that size.
+_INDIFFERENT_ON_THE_WAY = (*INDIFFERENT, "micro_batch_size")
 
 
 class RunFolder:
@@ -59,24 +65,20 @@ class RunFolder:
         Raises:
             NALoRAError: another run is there, or one to resume is not, or was begun with other settings.
         """
-        import yaml
-
         if resume:
             if not self.settings.is_file():
                 raise NALoRAError(
                     str(self.path), found="no run", expected="one to resume", fix="leave --resume out to start it"
                 )
-            before = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-            # A folder that was moved, or is called by another path, holds the same run.
-            names = {*before, *settings} - {"output"}
-            changed = sorted(name for name in names if before.get(name) != settings.get(name))
-            if changed:
+            if changed := self._changed(settings):
                 raise NALoRAError(
                     str(self.path),
                     found=f"a run begun with other settings: {', '.join(changed)}",
                     expected="the settings it was begun with",
                     fix="give those, or another output=",
                 )
+            if not self.result.is_file():
+                self.write_settings(settings)
             return self.latest_checkpoint()
         if self.settings.is_file():
             state = "a finished run" if self.result.is_file() else "an unfinished run"
@@ -87,8 +89,23 @@ class RunFolder:
         for start in self.path.glob("*.safetensors"):
             start.unlink()  # where a method started in a run that is no longer here
         write_json(self.path / "environment.json", environment())
-        whole_files.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+        self.write_settings(settings)
         return None
+
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Write what the run is told."""
+        import yaml
+
+        whole_files.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+    def _changed(self, settings: dict[str, Any]) -> list[str]:
+        """The settings that make another run than the one begun here; one that did not exist then had its default."""
+        import yaml
+
+        begun = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+        before, now = (check(each, str(self.settings)).to_dict() for each in (begun, settings))
+        names = {*before, *now}.difference(_INDIFFERENT_ON_THE_WAY)
+        return sorted(name for name in names if before.get(name) != now.get(name))
 
     def latest_checkpoint(self, before: float = math.inf) -> Path | None:
         """The last checkpoint, of a step before that, which was written to its end; broken ones are removed."""

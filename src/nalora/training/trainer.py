@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import TrainerCallback
+
 from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.methods.optimizers import MUON, muon
@@ -31,6 +33,14 @@ class Split(NamedTuple):
         return math.ceil(math.ceil(passes / self.accumulated) * epochs)
 
 
+class AsToldNow(TrainerCallback):  # type: ignore[misc]
+    """A resumed run logs and saves as often as its settings say; a Trainer by itself as its checkpoint was told."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put this training's intervals in place of those that came with the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+
 def split_batch(settings: RunSettings) -> Split:
     """How the run's batch is split.
 
@@ -38,7 +48,15 @@ def split_batch(settings: RunSettings) -> Split:
         NALoRAError: it cannot be.
     """
     count = processes.count()
-    micro = settings.micro_batch_size or max(1, settings.batch_size // count)
+    if settings.batch_size % count:
+        fitting = [str(number) for number in range(1, settings.batch_size + 1) if settings.batch_size % number == 0]
+        raise NALoRAError(
+            f"batch_size: {settings.batch_size}",
+            found=f"{count} processes",
+            expected=f"a number of them that divides it: {', '.join(fitting)}",
+            fix=f"launch so many, or set batch_size to a multiple of {count}",
+        )
+    micro = settings.micro_batch_size or settings.batch_size // count
     if settings.batch_size % (micro * count):
         raise NALoRAError(
             f"batch_size: {settings.batch_size}",
@@ -108,6 +126,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         ),
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(AsToldNow())
     if settings.batches == "like-length":
         lengths = [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
         order = LikeLengths(lengths, settings.batch_size, settings.seed)

@@ -1,0 +1,47 @@
+"""How a batch is split over processes and passes, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from nalora import NALoRAError, processes
+from nalora.training.settings import RunSettings
+from nalora.training.trainer import Split, split_batch
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    def launch(count):
+        monkeypatch.setattr(processes, "count", lambda: count)
+
+    return launch
+
+
+def settings(batch_size, micro_batch_size=None):
+    return RunSettings("model", "task", batch_size=batch_size, micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "micro", "split"),
+    [(1, 8, None, (8, 1, 1)), (2, 8, None, (4, 1, 2)), (2, 8, 2, (2, 2, 2)), (8, 8, None, (1, 1, 8))],
+)
+def test_a_step_is_the_batch_however_it_is_split(launched, count, batch, micro, split):
+    launched(count)
+    assert split_batch(settings(batch, micro)) == Split(*split)
+
+
+@pytest.mark.parametrize("count", [3, 16])
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_a_number_of_processes_that_never_fits_is_told_those_that_do(launched, count, micro):
+    launched(count)
+    with pytest.raises(NALoRAError, match="divides it: 1, 2, 4, 8") as refused:
+        split_batch(settings(8, micro))
+    assert "micro_batch_size" not in str(refused.value)
+    assert f"a multiple of {count}" in refused.value.fix
+
+
+def test_passes_that_do_not_fit_are_told_what_does(launched):
+    launched(2)
+    with pytest.raises(NALoRAError, match="set micro_batch_size to a divisor of 4"):
+        split_batch(settings(8, 8))
+    assert split_batch(settings(8, 4)).accumulated == 1
