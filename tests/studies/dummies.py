@@ -1,4 +1,4 @@
-"""Studies whose runs take no time: their results are drawn from their settings."""
+"""Studies whose runs take no time: their results are drawn from their settings; and engines that need none either."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import hashlib
 import json
 import random
 import time
+from unittest import mock
 
+from nalora.studies.ended import Ended
+from nalora.studies.engines import attempt
 from nalora.studies.job import Job
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
 from nalora.studies.study import understand
 
 BEST = {"lora": 1e-3, "na-lora": 3e-4}
+STEPS = 4
 
 
 def study(**changes):
@@ -52,11 +56,51 @@ def pretend(job: Job, seconds: float = 0.0) -> None:
         write(place / ("summary.json" if part == ANSWERS else "losses.json"), summary)
 
 
-def pretend_slowly(job: Job) -> None:
-    pretend(job, 0.05)
+def pretend_in_steps(job: Job) -> None:
+    """A run that takes a moment and, killed anywhere, goes on after its last step; each step that is done is a line."""
+    folder = Store(job.store).folder(job.key)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    steps = folder.path / "steps"
+    for step in range(len(steps.read_text().split()) if steps.is_file() else 0, STEPS):
+        time.sleep(0.02)
+        with steps.open("a") as file:
+            file.write(f"{step}\n")
+    pretend(job)
 
 
 def write(path, value):
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)
+
+
+class Instantly:
+    """An engine that has done a job before it is asked."""
+
+    def __init__(self, do=pretend):
+        self.do, self.ended, self.submitted = do, [], []
+
+    def has_room(self):
+        return len(self.ended) < 4
+
+    def submit(self, job):
+        self.submitted.append(job.key)
+        self.ended.append(Ended(job.key, self.done(job)))
+
+    def done(self, job):
+        self.do(job)
+
+    def wait(self, seconds):
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self):
+        pass
+
+
+class Attempting(Instantly):
+    """One whose runs may fail, which is told as every worker tells it."""
+
+    def done(self, job):
+        with mock.patch("nalora.studies.engines.let_go_of_memory"):  # a third of a second, and nothing is held
+            return attempt(job, self.do)

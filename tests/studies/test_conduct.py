@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import errno
+import gc
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,33 +17,13 @@ from pathlib import Path
 import dummies
 import pytest
 import torch
+from dummies import Attempting, Instantly
 
 import nalora
 from nalora.studies.conduct import conduct, so_far
-from nalora.studies.engines import Ended, LocalEngine
+from nalora.studies.engines import LocalEngine
 from nalora.studies.store import TEST, Store
-
-
-class Instantly:
-    """An engine that has done a job before it is asked."""
-
-    def __init__(self, do=dummies.pretend):
-        self.do, self.ended, self.submitted = do, [], []
-
-    def has_room(self):
-        return len(self.ended) < 4
-
-    def submit(self, job):
-        self.submitted.append(job.key)
-        self.do(job)
-        self.ended.append(Ended(job.key, None))
-
-    def wait(self, seconds):
-        ended, self.ended = self.ended, []
-        return ended
-
-    def close(self):
-        pass
+from nalora.training.run import Interrupted
 
 
 def table(progress):
@@ -78,15 +58,34 @@ def test_what_was_asked_in_part_is_known_so_far_and_still_to_be_done(tmp_path):
     assert all(progress.results[job.key].measures for job in finals)
 
 
-def test_500_runs_take_less_than_50_ms_each_and_no_more_memory(tmp_path):
-    study = dummies.study(over={"rank": list(range(1, 51))})
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_500_runs_take_less_than_50_ms_each(tmp_path):
     began = time.process_time()
-    progress = conduct(study, tmp_path, Instantly())
+    progress = conduct(dummies.study(over={"rank": list(range(1, 51))}), tmp_path, Instantly())
     seconds = time.process_time() - began
     assert len(progress.results) == progress.total == 500
     assert seconds / 500 < 0.05
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+def grown(store, engine):
+    """By how many MiB this process is larger after 500 runs than after 100."""
+    sizes = {}
+
+    def look(progress):
+        for count in (100, 500):
+            if progress.done >= count and count not in sizes:
+                gc.collect()
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                sizes[count] = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    conduct(dummies.study(over={"rank": list(range(1, 51))}), store, engine, changed=look)
+    return sizes[500] - sizes[100]
+
+
+def test_400_more_runs_take_no_more_memory(tmp_path):
+    assert grown(tmp_path / "sound", Instantly()) < 8
+    kept = []
+    leaking = Instantly(lambda job: kept.append(b"x" * (50 * 1024)) or dummies.pretend(job))
+    assert grown(tmp_path / "leaking", leaking) > 8, "50 KiB lost with each run would be seen"
 
 
 def test_failed_runs_are_listed_and_do_not_stop_the_rest(tmp_path):
@@ -100,6 +99,40 @@ def test_failed_runs_are_listed_and_do_not_stop_the_rest(tmp_path):
     again = Instantly()
     assert len(conduct(study, tmp_path, again).failed) == 3
     assert again.submitted == [], "not tried for ever"
+
+
+def test_failures_of_what_the_study_has_no_more_are_not_told(tmp_path):
+    both = {"lora": {"method": "lora"}, "full": {"method": "full"}}
+    assert len(conduct(dummies.study(arms=both), tmp_path, Attempting()).failed) == 3
+    assert len(so_far(dummies.study(arms=both, learning_rates=[1e-4, 1e-3]), tmp_path).failed) == 2
+    without = dummies.study(arms={"lora": both["lora"]})
+    assert so_far(without, tmp_path).failed == {}
+    progress = conduct(without, tmp_path, Instantly())
+    assert progress.failed == {}
+    assert len(progress.results) == progress.total == 5
+    assert len(so_far(dummies.study(arms=both), tmp_path).failed) == 3, "they are known when it is back"
+
+
+def test_a_run_whose_process_was_told_to_end_is_open_at_the_next_start(tmp_path):
+    """Of each arm it is the run with the best rate, without which another rate would be chosen."""
+    with pytest.raises(nalora.NALoRAError, match=r"process of 2 run\(s\) was told to end"):
+        conduct(dummies.study(), tmp_path, LocalEngine(2, do=stop_the_best_once))
+    assert not (tmp_path / "dummy.failures.jsonl").exists()
+    assert len(so_far(dummies.study(), tmp_path).results) == 4, "the others are done"
+    again = Instantly()
+    progress = conduct(dummies.study(), tmp_path, again)
+    assert table(progress) == table(conduct(dummies.study(), tmp_path / "other", Instantly()))
+    assert len({*again.submitted}) == 2 + 4, "those two, and the other seeds of what was chosen then"
+
+
+def stop_the_best_once(job):
+    """At SIGTERM a training run saves where it is; anything else just dies."""
+    method = job.settings["method"]
+    if job.settings["learning_rate"] == dummies.BEST[method]:
+        if method == "lora":
+            raise Interrupted("stopped after step 3")
+        os.kill(os.getpid(), signal.SIGTERM)
+    dummies.pretend(job)
 
 
 def test_a_worker_that_dies_takes_only_its_own_job(tmp_path):
@@ -156,32 +189,181 @@ def test_a_disk_that_fills_up_ends_the_sitting_with_nothing_lost(tmp_path, monke
     assert table(conduct(dummies.study(), tmp_path, Instantly())) == table(whole)
 
 
-SCRIPT = """
-import dummies
+def out_of_room(number):
+    return OSError(number, os.strerror(number))
+
+
+def wrapped():
+    try:
+        raise out_of_room(errno.ENOSPC)
+    except OSError as error:
+        raise RuntimeError("could not save the checkpoint") from error
+
+
+@pytest.mark.parametrize("how", ["ENOSPC", "EDQUOT", "wrapped", "safetensors", "log"])
+def test_a_run_that_finds_the_disk_full_has_not_failed(tmp_path, monkeypatch, how):
+    """The run with the best rate, without which another rate would be chosen; what runs beside it ends."""
+    full = tmp_path / "full"
+
+    def fill(job):
+        if full.exists() and job.settings["learning_rate"] == dummies.BEST[job.settings["method"]]:
+            if how == "wrapped":
+                wrapped()
+            if how == "safetensors":
+                raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+            if how == "log":  # not even what went wrong can be printed
+                with open("/dev/full", "w") as device:
+                    os.dup2(device.fileno(), 2)
+                monkeypatch.setattr(sys, "stderr", os.fdopen(2, "w", buffering=1, closefd=False))
+                raise RuntimeError("something else")
+            raise out_of_room(getattr(errno, how))
+        dummies.pretend(job)
+
+    full.touch()
+    engine = Attempting(fill)
+    with pytest.raises(nalora.NALoRAError, match=r"the disk is full .*make room and start the study again"):
+        conduct(dummies.study(), tmp_path, engine)
+    assert not (tmp_path / "dummy.failures.jsonl").exists()
+    assert len(engine.submitted) == 4, "nothing new was started"
+    assert len(so_far(dummies.study(), tmp_path).results) == 3, "what ran was let finish"
+    full.unlink()
+    whole = conduct(dummies.study(), tmp_path / "other", Instantly())
+    assert table(conduct(dummies.study(), tmp_path, Attempting(fill))) == table(whole)
+
+
+WITH_FAILURES = {"arms": {"lora": {"method": "lora"}, "full": {"method": "full"}}}
+
+
+def test_a_failure_that_cannot_be_written_down_is_a_full_disk(tmp_path):
+    failures = tmp_path / "dummy.failures.jsonl"
+    failures.symlink_to("/dev/full")
+    with pytest.raises(nalora.NALoRAError, match="the disk is full"):
+        conduct(dummies.study(**WITH_FAILURES), tmp_path, Attempting())
+    assert len(so_far(dummies.study(**WITH_FAILURES), tmp_path).results) == 3, "what ran was let finish"
+    failures.unlink()
+    progress = conduct(dummies.study(**WITH_FAILURES), tmp_path, Attempting())
+    assert (len(progress.failed), len(progress.results)) == (3, 5)
+
+
+def test_half_a_row_of_a_failure_does_not_stay(tmp_path, monkeypatch):
+    def fill(number):
+        raise out_of_room(errno.ENOSPC)
+
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(nalora.NALoRAError, match="the disk is full"):
+        conduct(dummies.study(**WITH_FAILURES), tmp_path, Attempting())
+    monkeypatch.undo()
+    assert (tmp_path / "dummy.failures.jsonl").read_text() == ""
+    assert len(conduct(dummies.study(**WITH_FAILURES), tmp_path, Attempting()).failed) == 3
+
+
+ON_A_SMALL_DISK = """
+import subprocess
 from pathlib import Path
-from nalora.studies.conduct import conduct, so_far
-from nalora.studies.engines import LocalEngine
-if __name__ == "__main__":
-    conduct(dummies.study(over={"rank": [4, 8]}), Path("store"), LocalEngine(2, do=dummies.pretend_slowly))
+import dummies, nalora
+from nalora.studies import conduct
+from nalora.studies.store import Store
+
+def large(job):
+    folder = Store(job.store).folder(job.key).path
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter").write_bytes(bytes(300 * 1024))
+    dummies.pretend(job)
+
+study = dummies.study(arms={"full": {"method": "full"}, "lora": {"method": "lora"}})
+conduct._ROOM = 0
+mount = ["mount", "-t", "tmpfs", "none", "store", "-o"]
+Path("store").mkdir()
+subprocess.run([*mount, "size=1m"], check=True)
+try:
+    conduct.conduct(study, Path("store"), dummies.Attempting(large))
+except nalora.NALoRAError as error:
+    print(error)
+subprocess.run([*mount, "remount,size=64m"], check=True)
+progress = conduct.conduct(study, Path("store"), dummies.Attempting(large), retry_failed=True)
+print(sorted(progress.results), {*progress.failed.values()})
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="nobody but root may mount a file system here",
+)
+def test_a_real_disk_that_is_really_full(tmp_path):
+    code = ["unshare", "-Urm", sys.executable, "-c", ON_A_SMALL_DISK]
+    done = subprocess.run(code, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "the disk is full (OSError: [Errno 28] No space left on device" in first
+    whole = conduct(dummies.study(**WITH_FAILURES), tmp_path / "other", Attempting())
+    assert second == f"{sorted(whole.results)} { ({*whole.failed.values()}) }"
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+
+
+# Studies one after the other, each a process group of its own. Torch is imported once for all of them: a sitting
+# begins at once and not after the 5 s that a spawned process takes.
+SITTINGS = """
+import multiprocessing, os, sys
+from pathlib import Path
+import torch
+import dummies
+from nalora.studies.conduct import conduct
+from nalora.studies.engines import LocalEngine
+
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: fork
+for ranks in sys.stdin:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setsid()
+            print(os.getpid(), flush=True)
+            study = dummies.study(over={"rank": list(range(1, int(ranks) + 1))})
+            conduct(study, Path("store"), LocalEngine(2, do=dummies.pretend_in_steps))
+            code = 0
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_anywhere_it_ends_with_the_same_table(tmp_path, kills):
-    """kill -9 to the study at random points; its workers notice and end; started again it goes on."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    chance = random.Random(0)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
-    start = functools.partial(subprocess.Popen, [sys.executable, str(script)], cwd=tmp_path, env=environment)
-    for _ in range(kills):
-        process = start()
-        time.sleep(chance.uniform(4.0, 9.0))
-        process.kill()
-        process.wait()
-    assert start().wait(timeout=300) == 0
-    killed = conduct(dummies.study(over={"rank": [4, 8]}), tmp_path / "store", Instantly())
-    whole = conduct(dummies.study(over={"rank": [4, 8]}), tmp_path / "whole", Instantly())
+    """kill -9 somewhere in the next few runs: to the study alone, whose workers notice and end, or to all of them."""
+    study, store = dummies.study(over={"rank": list(range(1, kills + 1))}), tmp_path / "store"
+    chance, points = random.Random(kills), []
+    command = [sys.executable, "-c", SITTINGS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+
+    def done():
+        return len(list(store.glob("*/result.json")))
+
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes) as sittings:
+        for number in range(kills):
+            wanted = done() + chance.randint(1, 3)
+            sittings.stdin.write(f"{kills}\n")
+            pid, latest = int(sittings.stdout.readline()), time.monotonic() + 60
+            while done() < wanted:
+                assert time.monotonic() < latest
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.1))
+            (os.kill, os.killpg)[number % 2](pid, signal.SIGKILL)
+            points.append(done())
+            assert sittings.stdout.readline() == f"{-signal.SIGKILL}\n", "it was still at it"
+        sittings.stdin.write(f"{kills}\n")
+        sittings.stdout.readline()
+        assert sittings.stdout.readline() == "0\n"
+        sittings.stdin.close()
+    again = Instantly()
+    killed, whole = conduct(study, store, again), conduct(study, tmp_path / "whole", Instantly())
+    assert again.submitted == []
     assert table(killed) == table(whole)
-    trained = [Store(tmp_path / "store").folder(key).path / "trained" for key in killed.results]
-    assert all(each.read_text() == "once\n" for each in trained), "no run was done twice"
+    assert len(set(points)) == kills
+    assert 0 < min(points) < max(points) < len(whole.results), "each time something was done and something left"
+    assert {path.parent.name for path in store.glob("*/result.json")} == killed.results.keys()
+    steps = {(Store(store).folder(key).path / "steps").read_text() for key in killed.results}
+    assert steps == {"".join(f"{step}\n" for step in range(dummies.STEPS))}, "no step of any run was done twice"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import dummies
 import pytest
+import torch
 
-from nalora.studies.engines import Ended, LocalEngine, attempt
+from nalora.studies.ended import Ended
+from nalora.studies.engines import LocalEngine, attempt
 from nalora.studies.job import log_of
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import Store
@@ -44,6 +48,112 @@ def test_a_process_that_was_told_to_end_does_so_and_the_run_is_not_called_a_fail
 
     with pytest.raises(SystemExit):
         attempt(job, stopped)
+
+
+def test_a_log_that_cannot_be_written_is_told_and_the_process_lives(job):
+    log_of(job).symlink_to("/dev/full")
+    assert attempt(job, lambda job: os.write(1, b"a word")).startswith("the disk is full (OSError")
+    log_of(job).unlink()
+    log_of(job).mkdir()
+    assert attempt(job, dummies.pretend).startswith("IsADirectoryError")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def say_which_gpu(job):
+    log_of(job).with_suffix(".gpu").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, ["0", "1"]), ("2,3", ["2", "3"]), ("GPU-8932f937, GPU-d72a1b3c,GPU-0", ["GPU-8932f937", "GPU-d72a1b3c"])],
+)
+def test_workers_are_on_the_gpus_that_the_study_may_use(two_gpus, workers, monkeypatch, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    engine = LocalEngine(per_gpu=2)
+    for name in "abcd":
+        engine.submit(SimpleNamespace(key=name))
+    assert not engine.has_room()
+    assert [worker.gpu for worker in workers] == expected * 2
+
+
+def test_a_worker_sees_its_gpu_alone(job, two_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    engine = LocalEngine(1, do=say_which_gpu)
+    try:
+        engine.submit(job)
+        assert engine.wait(60) == [Ended(job.key, None)]
+    finally:
+        engine.close()
+    assert log_of(job).with_suffix(".gpu").read_text() == "2"
+
+
+class Obedient:
+    """A worker without a process, which answers what it is told to."""
+
+    def __init__(self, gpu, do):
+        self.gpu, self.job, self.stopped = gpu, None, False
+        self.process = SimpleNamespace(is_alive=lambda: True)
+        self.pipe, self.theirs = multiprocessing.Pipe()
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """All workers, as they were started."""
+    started = []
+    monkeypatch.setattr(
+        "nalora.studies.engines._Worker", lambda gpu, do: started.append(Obedient(gpu, do)) or started[-1]
+    )
+    return started
+
+
+def out_of_memory(engine, workers, *names):
+    """Jobs of these names run, and find no memory at the same time; which of them may be tried again."""
+    for name in names:
+        engine.submit(SimpleNamespace(key=name))
+    for worker in workers:
+        if worker.job and worker.job.key in names:
+            worker.theirs.send("OutOfMemoryError: CUDA out of memory")
+    ended = engine.wait(1)
+    assert sorted(each.key for each in ended) == sorted(names)
+    return [each.key for each in ended if engine.give_way(each.key)]
+
+
+def test_a_place_is_given_up_on_the_gpu_that_was_too_small(two_gpus, workers):
+    engine = LocalEngine(per_gpu=2)
+    engine.submit(SimpleNamespace(key="first"))
+    engine.submit(SimpleNamespace(key="second"))
+    workers[0].theirs.send(None)
+    assert engine.wait(1) == [Ended("first", None)]
+    workers[1].theirs.send("OutOfMemoryError: CUDA out of memory")  # GPU 0, before it in the list, is free
+    engine.wait(1)
+    assert engine.give_way("second")
+    assert engine._gpus == ["0", "0", "1"]
+    assert [worker.gpu for worker in workers if worker.stopped] == ["1"]
+
+
+def test_alone_on_its_gpu_a_run_has_itself_to_blame(two_gpus, workers):
+    engine = LocalEngine(per_gpu=1)
+    assert out_of_memory(engine, workers, "one", "two") == []
+    assert engine._gpus == ["0", "1"]
+
+
+def test_all_that_were_beside_each_other_are_tried_again(workers):
+    engine = LocalEngine(3)
+    assert sorted(out_of_memory(engine, workers, "a", "b", "c")) == ["a", "b", "c"]
+    assert len(engine._gpus) == 2
+    assert sorted(out_of_memory(engine, workers, "a", "b")) == ["a", "b"]
+    assert out_of_memory(engine, workers, "a") == []
+    assert len(engine._gpus) == 1
 
 
 def lose_the_gpu_or_say_who(job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import json
 import os
 import shutil
@@ -176,6 +177,52 @@ def test_runs_of_lost_workers_resume_and_both_engines_give_the_same_numbers(clus
         again = [] if resumed_after is None else [*range(1, LOST_AT + 1)]
         assert steps == [*again, *range((resumed_after or 0) + 1, STEPS + 1)]
         assert ("the worker was lost" in (tmp_path / f"{key}.log").read_text()) == bool(again)
+
+
+def full_or_stopped(job: Job) -> None:
+    """With the best rate of one arm the disk is full, with that of the other the process is told to end."""
+    from nalora.training.run import Interrupted
+
+    method = job.settings["method"]
+    if job.settings["learning_rate"] == dummies.BEST[method]:
+        if method == "lora":
+            raise Interrupted("stopped after step 3")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    dummies.pretend(job)
+
+
+def test_neither_a_full_disk_nor_a_process_that_was_told_to_end_is_a_failure(cluster, tmp_path):
+    with pytest.raises(nalora.NALoRAError, match="the disk is full"):
+        conduct(dummies.study(), tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))
+    study = dummies.study(arms={"lora": {"method": "lora"}})
+    with pytest.raises(nalora.NALoRAError, match="was told to end"):
+        conduct(study, tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))
+    assert not (tmp_path / "dummy.failures.jsonl").exists()
+    assert any("(told to end); the run is started again, 1 of 1" in log.read_text() for log in tmp_path.glob("*.log"))
+    progress = conduct(dummies.study(), tmp_path, RayEngine(cluster.address, do=dummies.pretend))
+    assert len(progress.results) == progress.total == 10
+
+
+def wanting_a_whole_gpu(job: Job) -> None:
+    import ray
+    import torch
+
+    share = ray.get_runtime_context().get_assigned_resources()["GPU"]
+    dummies.pretend(job, 0.5)
+    if share < 1 or job.settings["learning_rate"] == 1e-4:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.slow
+def test_runs_that_shared_a_gpu_are_all_tried_again_and_one_that_had_it_alone_is_not(cluster, tmp_path):
+    node = cluster.add_node(**NODE | {"num_cpus": 4, "num_gpus": 1})
+    try:
+        engine = RayEngine(cluster.address, per_gpu=2, do=wanting_a_whole_gpu)
+        progress = conduct(dummies.study(seeds=[0]), tmp_path, engine)
+    finally:
+        cluster.remove_node(node)
+    assert set(progress.failed.values()) == {"OutOfMemoryError: CUDA out of memory"}
+    assert (len(progress.failed), len(progress.results)) == (2, 4)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nalora.errors import NALoRAError
+from nalora.studies.ended import is_disk_full, told
 from nalora.studies.engines import Engine
 from nalora.studies.job import Job, log_of
 from nalora.studies.schedule import Schedule
@@ -66,7 +68,8 @@ def conduct(
         changed: hears whenever something has started or ended.
 
     Raises:
-        NALoRAError: the store's disk is full: what runs is let finish, nothing is lost.
+        NALoRAError: the store's disk is full: what runs is let finish, nothing is lost; or a worker was told to end:
+            everything else is done, and its run is open at the next start.
     """
     # Workers may be in another folder, and half-done runs must be found under the name they were begun with.
     store = store.absolute()
@@ -75,13 +78,13 @@ def conduct(
     runs = Store(store)
     progress = _finished(study, store, retry_failed)
     schedule = progress.schedule
-    full = False
+    full, stopped = "", set[str]()
     try:
         while True:
-            full = full or shutil.disk_usage(store).free < _ROOM
-            waiting = [
-                j for j in schedule.open_jobs(progress.results, progress.failed) if j.key not in progress.running
-            ]
+            if shutil.disk_usage(store).free < _ROOM:
+                full = full or "less than 1 GiB of room on its disk"
+            busy = {*progress.running, *stopped}
+            waiting = [j for j in schedule.open_jobs(progress.results, progress.failed) if j.key not in busy]
             progress.total = schedule.total(progress.results, progress.failed)
             while waiting and engine.has_room() and not full:
                 job = waiting.pop(0)
@@ -92,14 +95,17 @@ def conduct(
                 break
             for ended in engine.wait(_LOOK_AGAIN):
                 job = progress.running.pop(ended.key)
-                if ended.too_crowded and engine.give_way():
+                if ended.too_crowded and engine.give_way(ended.key):
                     continue  # not its fault: it waits for a place beside fewer others
-                result = runs.result(ended.key)
-                if ended.error is None and result is not None and all(result.has(part) for part in job.parts):
+                result = runs.result(ended.key, job.ask_limit)
+                if ended.disk_full:
+                    full = full or str(ended.error)
+                elif ended.told_to_end:
+                    stopped.add(ended.key)
+                elif ended.error is None and result is not None and all(result.has(part) for part in job.parts):
                     progress.results[ended.key] = result
                 else:
-                    progress.failed[ended.key] = ended.error or "it ended without a result"
-                    failures.add(job, progress.failed[ended.key])
+                    full = _write_down(failures, progress, job, ended.error or "it ended without a result") or full
     except KeyboardInterrupt:
         progress.stopping = True
         changed(progress)
@@ -109,30 +115,63 @@ def conduct(
     if full and schedule.open_jobs(progress.results, progress.failed):
         raise NALoRAError(
             str(store),
-            found="less than 1 GiB of room on its disk",
+            found=full,
             expected="room for the runs that are left",
             fix="make room and start the study again; finished runs are kept",
         )
+    if stopped:
+        raise NALoRAError(
+            str(store),
+            found=f"that the process of {len(stopped)} run(s) was told to end ({', '.join(sorted(stopped))})",
+            expected="runs that come to their end",
+            fix="start the study again; it goes on where they were",
+        )
     return progress
+
+
+def _write_down(failures: _Failures, progress: Progress, job: Job, error: str) -> str:
+    """The run failed, unless the disk has no room even for that, which is what is given then."""
+    try:
+        failures.add(job, error)
+    except OSError as problem:
+        if not is_disk_full(problem):
+            raise
+        return told(problem)
+    progress.failed[job.key] = error
+    return ""
 
 
 def so_far(study: Study, store: Path) -> Progress:
     """What a store holds of a study, runs included of which not everything was asked yet."""
     progress, runs = _finished(study, store), Store(store)
     for job in progress.schedule.open_jobs(progress.results, {}):
-        if (result := runs.result(job.key)) is not None:
+        if (result := runs.result(job.key, job.ask_limit)) is not None:
             progress.results[job.key] = result
     return progress
 
 
 def _finished(study: Study, store: Path, retry_failed: bool = False) -> Progress:
     """The runs of which everything was asked."""
+    schedule = Schedule(study, str(store))
     failed = {} if retry_failed else _Failures(store / f"{study.name}.failures.jsonl").read()
-    progress = Progress(Schedule(study, str(store)), {}, failed)
+    progress = Progress(schedule, {}, _of_this_study(schedule, failed))
     _find_known(progress, Store(store))
     progress.done_before = progress.done
     progress.total = progress.schedule.total(progress.results, progress.failed)
     return progress
+
+
+def _of_this_study(schedule: Schedule, failed: dict[str, str]) -> dict[str, str]:
+    """Without those of arms, rates and seeds that the study had when they failed, and has no more."""
+    if not failed:
+        return {}  # thousands of keys would be worked out for nothing
+    possible = {
+        schedule.job(cell, rate, seed).key
+        for cell in schedule.cells
+        for rate in cell.arm.learning_rates
+        for seed in {*cell.arm.seeds, *schedule.study.screening_seeds}
+    }
+    return {key: error for key, error in failed.items() if key in possible}
 
 
 def _find_known(progress: Progress, runs: Store) -> None:
@@ -140,7 +179,7 @@ def _find_known(progress: Progress, runs: Store) -> None:
     while True:
         before = progress.done
         for job in progress.schedule.open_jobs(progress.results, {}):
-            result = runs.result(job.key)
+            result = runs.result(job.key, job.ask_limit)
             if result is not None and all(result.has(part) for part in job.parts):
                 progress.results[job.key] = result
                 progress.failed.pop(job.key, None)
@@ -167,7 +206,14 @@ class _Failures:
 
     def add(self, job: Job, error: str) -> None:
         row = {"key": job.key, "label": job.label, "error": error, "log": str(log_of(job))}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            # Half a row would spoil the next one, which begins on its line.
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, size)
+            raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -14,28 +15,12 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from nalora.errors import NALoRAError
+from nalora.studies.ended import TOLD_TO_END, Ended, told
 from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
 Do = Callable[[Job], None]
 _TERMINATED = 128 + 15  # as a shell would say of SIGTERM
 _SECONDS_TO_END = 30.0
-
-
-class Ended(NamedTuple):
-    """A job that came to its end; `error` says how it failed."""
-
-    key: str
-    error: str | None
-
-    @property
-    def too_crowded(self) -> bool:
-        """Whether it failed for want of a GPU's memory, which beside fewer runs it might have had."""
-        return self.error is not None and self.error.startswith("OutOfMemoryError")
-
-    @property
-    def lost_the_gpu(self) -> bool:
-        """Whether its process can do nothing more on its GPU: after such an error every later call fails as well."""
-        return self.error is not None and "CUDA error" in self.error
 
 
 class Engine(Protocol):
@@ -53,8 +38,8 @@ class Engine(Protocol):
         """The jobs that have ended, waiting so long for the first."""
         ...
 
-    def give_way(self) -> bool:
-        """Let fewer runs share a GPU from here on; whether that was possible."""
+    def give_way(self, key: str) -> bool:
+        """Let fewer runs share a GPU than when this one began, which has just ended; whether that is possible."""
         ...
 
     def close(self) -> None:
@@ -80,6 +65,11 @@ class _Worker:
         self.pipe.close()
 
 
+class _Began(NamedTuple):
+    gpu: str | None
+    places: int  # of that GPU, when the run began
+
+
 class LocalEngine:
     """Processes of this machine; several share a GPU where `per_gpu` says so.
 
@@ -90,14 +80,12 @@ class LocalEngine:
     """
 
     def __init__(self, workers: int | None = None, per_gpu: int = 1, do: Do = work) -> None:
-        import torch
-
         self._do = do
-
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        count = workers or max(1, gpus * per_gpu)
-        self._gpus = [str(i % gpus) if gpus else None for i in range(count)]
+        gpus = _visible_gpus()
+        count = workers or max(1, len(gpus) * per_gpu)
+        self._gpus = [gpus[i % len(gpus)] if gpus else None for i in range(count)]
         self._workers: list[_Worker | None] = [None] * count
+        self._began: dict[str, _Began] = {}
 
     def has_room(self) -> bool:
         """Whether a place is free."""
@@ -110,6 +98,8 @@ class LocalEngine:
                 if worker is None or not worker.process.is_alive():
                     worker = self._workers[place] = _Worker(self._gpus[place], self._do)
                 worker.job = job
+                gpu = self._gpus[place]
+                self._began[job.key] = _Began(gpu, self._gpus.count(gpu))
                 worker.pipe.send(job)
                 return
         raise RuntimeError("no room")
@@ -117,6 +107,7 @@ class LocalEngine:
     def wait(self, seconds: float) -> list[Ended]:
         """Answers of workers, and workers that died without one."""
         busy = {worker.pipe: place for place, worker in enumerate(self._workers) if worker and worker.job}
+        self._began = {job.key: self._began[job.key] for worker in self._workers if worker and (job := worker.job)}
         ended = []
         for pipe in wait(list(busy), timeout=seconds):
             place = busy[pipe]  # type: ignore[index]
@@ -129,21 +120,26 @@ class LocalEngine:
                 dead = ended[-1].lost_the_gpu
             except (EOFError, OSError):
                 worker.process.join(5)
-                ended.append(Ended(job.key, f"its process died (exit code {worker.process.exitcode})"))
+                code = worker.process.exitcode
+                asked = code in (_TERMINATED, -signal.SIGTERM)
+                ended.append(Ended(job.key, TOLD_TO_END if asked else f"its process died (exit code {code})"))
                 dead = True
             if dead:
                 worker.stop()
                 self._workers[place] = None
         return ended
 
-    def give_way(self) -> bool:
-        """Give up a free place, as long as another is left."""
-        free = [place for place, worker in enumerate(self._workers) if worker is None or worker.job is None]
-        if len(self._workers) == 1 or not free:
-            return False
-        if (worker := self._workers.pop(free[0])) is not None:
-            worker.stop()
-        self._gpus.pop(free[0])
+    def give_way(self, key: str) -> bool:
+        """Give up a free place of the GPU that the run was on, unless that has only one or has lost one since."""
+        gpu, places = self._began[key]
+        if places == 1:
+            return False  # nobody was beside it
+        if self._gpus.count(gpu) == places:
+            free = (place for place, worker in enumerate(self._workers) if worker is None or worker.job is None)
+            place = next(place for place in free if self._gpus[place] == gpu)
+            if (worker := self._workers.pop(place)) is not None:
+                worker.stop()
+            self._gpus.pop(place)
         return True
 
     def close(self) -> None:
@@ -166,7 +162,6 @@ class LocalEngine:
 
 def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
     """A worker's life: jobs in, None or an error's text out, until nobody asks any more."""
-    import signal
     import threading
 
     from tqdm import tqdm
@@ -182,27 +177,43 @@ def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
                 pipe.send(attempt(pipe.recv(), do))
 
 
+def _visible_gpus() -> list[str]:
+    """What CUDA calls the GPUs that this process sees; a number counts among the machine's, not among these."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] or [str(number) for number in range(count)]
+
+
 def attempt(job: Job, do: Do = work) -> str | None:
     """Do a job, its output kept in its log; None, or what went wrong in one line.
 
     Raises:
         SystemExit: the process was told to end, which says nothing against the run.
     """
-    with _into(log_of(job)), _alone(log_of(job)):
-        try:
-            do(job)
-        except NALoRAError as error:
-            print(error, file=sys.stderr)
-            return str(error)
-        except Exception as error:
-            from nalora.training.run import Interrupted
+    try:
+        with _into(log_of(job)), _alone(log_of(job)):
+            return _attempt(job, do)
+    except OSError as error:  # its log cannot be written
+        return told(error)
 
-            traceback.print_exc()
-            if isinstance(error, Interrupted):
-                raise SystemExit(_TERMINATED) from error
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        finally:
-            let_go_of_memory()
+
+def _attempt(job: Job, do: Do) -> str | None:
+    try:
+        do(job)
+    except NALoRAError as error:
+        print(error, file=sys.stderr)
+        return told(error)
+    except Exception as error:
+        from nalora.training.run import Interrupted
+
+        traceback.print_exc()
+        if isinstance(error, Interrupted):
+            raise SystemExit(_TERMINATED) from error
+        return told(error)
+    finally:
+        let_go_of_memory()
     return None
 
 
@@ -219,11 +230,13 @@ def _into(path: Path) -> Iterator[None]:
                 os.dup2(file.fileno(), number)
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, before in zip((1, 2), kept, strict=True):
-            os.dup2(before, number)
-            os.close(before)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            for number, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, number)
+                os.close(before)
 
 
 @contextlib.contextmanager

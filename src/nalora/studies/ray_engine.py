@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError
-from nalora.studies.engines import Do, Ended, attempt
+from nalora.studies.ended import TOLD_TO_END, Ended, told
+from nalora.studies.engines import Do, attempt
 from nalora.studies.job import Job, log_of, work
 
 # Of the study's environment, what a run must see as well; everything else is the node's own.
@@ -20,6 +22,7 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 class _Underway(NamedTuple):
     job: Job
     lost: int  # workers, so far
+    share: float  # of a GPU, that it has
 
 
 class RayEngine:
@@ -82,6 +85,7 @@ class RayEngine:
             runtime_env={"env_vars": _carried()},
         )(attempt_there)
         self._underway: dict[Any, _Underway] = {}
+        self._shares: dict[str, float] = {}  # of what has just ended
 
     def has_room(self) -> bool:
         """Whether the cluster, as large as it is now, has a place; with no node left, one job waits for the next."""
@@ -89,23 +93,26 @@ class RayEngine:
 
     def submit(self, job: Job) -> None:
         """Hand the job to the cluster."""
-        self._start(_Underway(job, 0))
+        self._start(job, lost=0)
 
     def wait(self, seconds: float) -> list[Ended]:
         """What has ended, on whichever node; what was lost is started again."""
         if not self._underway:
             return []
         ready, _ = self._ray.wait(list(self._underway), num_returns=1, timeout=seconds)
-        outcomes = [self._outcome(reference, self._underway.pop(reference)) for reference in ready]
+        over = {reference: self._underway.pop(reference) for reference in ready}
+        self._shares = {underway.job.key: underway.share for underway in over.values()}
+        outcomes = [self._outcome(reference, underway) for reference, underway in over.items()]
         return [ended for ended in outcomes if ended is not None]
 
-    def give_way(self) -> bool:
-        """Ask for twice the share of a GPU for every later run."""
-        share = self._needs["GPU"]
-        if not 0 < share < 1:
-            return False
-        self._needs["GPU"] = min(1.0, 2 * share)
-        self._remote = self._task.options(num_gpus=self._needs["GPU"])
+    def give_way(self, key: str) -> bool:
+        """Ask for twice the share of a GPU that the run had, for every later run and on every GPU."""
+        share = self._shares[key]
+        if not 0 < share <= 0.5:
+            return False  # nobody was beside it
+        if self._needs["GPU"] == share:
+            self._needs["GPU"] = 2 * share
+            self._remote = self._task.options(num_gpus=2 * share)
         return True
 
     def close(self) -> None:
@@ -120,27 +127,32 @@ class RayEngine:
         if self._connected_here:
             self._ray.shutdown()
 
-    def _start(self, underway: _Underway) -> None:
-        reference = self._remote.remote(underway.job, self._do, os.getcwd(), self._threads)
-        self._underway[reference] = underway
+    def _start(self, job: Job, lost: int) -> None:
+        reference = self._remote.remote(job, self._do, os.getcwd(), self._threads)
+        self._underway[reference] = _Underway(job, lost, self._needs["GPU"])
 
     def _outcome(self, reference: Any, underway: _Underway) -> Ended | None:
-        job, lost = underway.job, underway.lost + 1
+        job = underway.job
         errors = self._ray.exceptions
         losses = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError)
         try:
-            return Ended(job.key, self._ray.get(reference))
+            ended = Ended(job.key, self._ray.get(reference))
         except losses as error:
             why = type(error).__name__
-            if lost > self._retries:
-                return Ended(job.key, f"its worker was lost ({why}), retried {self._retries} times")
-            with log_of(job).open("a", encoding="utf-8") as log:
-                log.write(f"the worker was lost ({why}); the run is started again, {lost} of {self._retries}\n")
-            self._start(_Underway(job, lost))
-            return None
+            ended = Ended(job.key, f"its worker was lost ({why}), retried {self._retries} times")
         except errors.RayError as error:  # the job could not even begin, say where nalora is not installed
-            cause = getattr(error, "cause", None) or error
-            return Ended(job.key, f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1]}")
+            return Ended(job.key, told(getattr(error, "cause", None) or error, line=-1))
+        else:
+            if not ended.told_to_end:
+                return ended
+            why = "told to end"
+        lost = underway.lost + 1
+        if lost > self._retries:
+            return ended
+        with contextlib.suppress(OSError), log_of(job).open("a", encoding="utf-8") as log:
+            log.write(f"the worker was lost ({why}); the run is started again, {lost} of {self._retries}\n")
+        self._start(job, lost)
+        return None
 
     def _places(self) -> int:
         """How many runs fit on the nodes that are alive."""
@@ -157,7 +169,10 @@ def attempt_there(job: Job, do: Do, folder: str, threads: int) -> str | None:
     if os.path.isdir(folder):
         os.chdir(folder)
     torch.set_num_threads(threads)
-    return attempt(job, do)
+    try:
+        return attempt(job, do)
+    except SystemExit:  # said in words: Ray would only know that the worker is gone
+        return TOLD_TO_END
 
 
 def _connect(ray: Any, address: str) -> None:
