@@ -7,12 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import yaml
+from rich.console import Console
 
-from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
+from nalora.cli.studying import states
+from nalora.studies import conduct
+from nalora.studies.conduct import Progress
+from nalora.studies.schedule import Schedule
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, Store
+from nalora.studies.study import understand
 
 
 @pytest.fixture
@@ -102,3 +109,84 @@ def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path)
     assert code == 2
     assert "did you mean 'lora'" in err
     assert not (tmp_path / "store").exists()
+
+
+def test_without_scipy_it_is_said_before_any_run(run, file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    (tmp_path / "store").mkdir()
+    for more in ((), ("--so-far",)):
+        code, _, err = run("study", file, "--store", tmp_path / "store", *more)
+        assert code == 2
+        assert "found no scipy; expected the report extra" in err
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_a_store_that_cannot_be_written_to_is_named_before_anything_starts(run, file, tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for store in (taken, taken / "below"):
+        code, _, err = run("study", file, "--store", store)
+        assert code == 2
+        assert f"{store}: found no folder that can be written to" in err
+    assert taken.read_text() == "a file"
+
+
+def test_a_study_of_which_runs_failed_tells_everything_and_exits_with_1(run, file, tmp_path, monkeypatch):
+    def ended(described, store, engine, **options):
+        return Progress(Schedule(described, str(store)), {}, {"0123": "[/x] out of memory"})
+
+    monkeypatch.setattr(conduct, "conduct", ended)
+    store = tmp_path / "store"
+    code, out, _ = run("study", file, "--store", store)
+    assert code == 1
+    assert "failed: 0123: [/x] out of memory" in out
+    assert (store / "small.md").is_file()
+    assert "Exits with 1 where runs failed" in " ".join(run("study", "--help")[1].split())
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]", ":x:"])
+def test_an_arm_s_name_is_shown_as_it_is(run, file, tmp_path, name):
+    described = yaml.safe_load(file.read_text())
+    described["arms"] = {name: {"method": "lora"}}
+    file.write_text(yaml.safe_dump(described, sort_keys=False))
+    store = tmp_path / "store"
+    store.mkdir()
+    assert f"{name}, lr 0.001, seed 0" in run("study", file, "--store", store, "--dry-run")[1]
+    code, told, _ = run("study", file, "--store", store, "--so-far")
+    assert code == 0
+    assert f"Not complete: {name}." in told
+    assert name in shown(Progress(Schedule(understand(described), "store"), {}))
+
+
+def shown(progress):
+    """The live table as a terminal shows it."""
+    screen = Console(width=120)
+    with screen.capture() as captured:
+        screen.print(states(progress))
+    return captured.get()
+
+
+def test_the_live_table_counts_every_arm_s_runs_and_says_how_long_it_takes(file, monkeypatch):
+    schedule = Schedule(understand(yaml.safe_load(file.read_text())), "store")
+    lora, na_lora = schedule.cells
+    first, second = schedule.screening(lora)
+    third, fourth = schedule.screening(na_lora)
+    progress = Progress(schedule, {}, began=100.0, total=schedule.total({}, {}))
+    monkeypatch.setattr(conduct, "time", SimpleNamespace(monotonic=lambda: 220.0))
+    assert "0 of 6 runs" in shown(progress)
+    assert "left" not in shown(progress), "nothing is known of the pace before a run has ended"
+
+    progress.results = {
+        first.key: Result(1.0, {VALIDATION: 2.0}, {}, 1.0),
+        second.key: Result(1.0, {VALIDATION: 1.0}, {}, 1.0),
+    }
+    progress.failed = {third.key: "died"}
+    progress.running = {fourth.key: fourth}
+    rows = {line.split()[0]: line.split()[1:] for line in shown(progress).splitlines() if "lora" in line}
+    assert rows == {"lora": ["2", "0", "0", "0.01"], "na-lora": ["0", "1", "1", "screening"]}
+    # Two runs took 120 s, and three are left: six less the two that are done and the one that failed.
+    assert progress.seconds_left == 180.0
+    assert "2 of 6 runs, about 3 min left" in shown(progress)
+
+    progress.stopping = True
+    assert "2 of 6 runs; stopping, a second Ctrl-C does not wait" in " ".join(shown(progress).split())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from nalora.studies.answer import answer, in_markdown
+from nalora.studies.answer import answer, in_markdown, write
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import TEST, VALIDATION, Result
 from nalora.studies.study import understand
@@ -89,3 +90,67 @@ def test_a_control_that_has_not_run_yet_is_left_out():
     }
     (part,) = answer(schedule, results, {})
     assert part.controls == {}
+
+
+def of_losses(losses, **changes):
+    """What follows from these test losses of each arm, by seed, at one learning rate."""
+    arms = {name: {"method": name} for name in losses}
+    seeds = list(range(len(next(iter(losses.values())))))
+    schedule = Schedule(
+        understand({**STUDY, "arms": arms, "learning_rates": [1e-4], "seeds": seeds, **changes}), "store"
+    )
+    results = {
+        schedule.job(cell, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: loss}, {"accuracy": 0.5}, 1.0)
+        for cell in schedule.cells
+        for seed, loss in enumerate(losses[cell.arm.name])
+    }
+    return answer(schedule, results, {})[0]
+
+
+def test_an_arm_that_diverged_with_some_seeds_is_not_compared_by_the_others():
+    finite = {"lora": [1.0, 1.1, 0.9, 1.0, 1.05], "rslora": [1.2, 1.31, 1.1, 1.2, 1.25]}
+    part = of_losses({**finite, "dora": [0.5, 0.61, math.inf, 0.5, math.inf]}, controls={"dora": ["rslora"]})
+    assert [each.method for each in part.comparisons["test loss"]] == ["rslora"]
+    assert part.controls.keys() == {"accuracy"}
+    assert part.sentences()[-2:] == [
+        "dora diverged with 2 of 5 seeds: not compared with lora by test loss.",
+        "dora diverged with 2 of 5 seeds: not compared with rslora by test loss.",
+    ]
+    assert [each.method for each in part.comparisons["accuracy"]] == ["rslora", "dora"]
+
+
+@pytest.mark.parametrize("diverged", [1, 3])
+def test_with_a_baseline_that_diverged_nothing_is_compared(diverged):
+    part = of_losses({"lora": [math.inf] * diverged + [1.0] * (3 - diverged), "dora": [0.5, 0.6, 0.7]})
+    assert "test loss" not in part.comparisons
+    told = f"lora diverged with {diverged} of 3 seeds: dora not compared with lora by test loss."
+    assert told in part.sentences()
+
+
+def test_of_two_that_diverged_both_are_named():
+    part = of_losses({"lora": [math.inf, 1.0, 1.0], "dora": [1.0, math.inf, math.inf]})
+    assert part.sentences()[-1] == (
+        "dora diverged with 2 of 3 seeds and lora diverged with 1 of 3 seeds: not compared with lora by test loss."
+    )
+
+
+def test_a_rate_whose_run_failed_is_told_apart_from_one_that_diverged(tmp_path):
+    schedule = Schedule(understand(STUDY), "store")
+    lora = schedule.cells[0]
+    failed, diverged, well = (schedule.job(lora, rate, 0).key for rate in (1e-4, 3e-4, 1e-3))
+    results = {
+        diverged: Result(1.0, {VALIDATION: math.inf}, {}, 1.0),
+        well: Result(1.0, {VALIDATION: 0.5}, {}, 1.0),
+    }
+    parts = answer(schedule, results, {failed: "died"})
+    page = in_markdown(schedule.study, parts, {failed: "died"})
+    assert "| lora | 0.0001: failed, 0.0003: inf, **0.001: 0.5000** |" in page
+    write(schedule.study, parts, {failed: "died"}, tmp_path)
+    (numbers,) = json.loads((tmp_path / "study.json").read_text())
+    assert numbers["validation_losses"]["lora"] == {"0.0001": "failed", "0.0003": math.inf, "0.001": 0.5}
+
+
+def test_an_arm_s_name_does_not_break_the_page_s_tables():
+    schedule = Schedule(understand({**STUDY, "arms": {"a|b": {"method": "lora"}}}), "store")
+    page = in_markdown(schedule.study, answer(schedule, {}, {}), {})
+    assert "| a\\|b | 0.0001: –, 0.0003: –, 0.001: – |" in page

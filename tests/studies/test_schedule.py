@@ -6,8 +6,10 @@ import dummies
 import pytest
 
 import nalora
+from nalora.studies.answer import answer
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
+from nalora.studies.study import read
 from nalora.training.settings import check
 
 
@@ -139,10 +141,107 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
         ({"controls": {"lora": ["lora"]}}, "controls: 'lora' is its own"),
         ({"controls": {"lora": "dora"}}, r"expected `arm: \[other arm, ...\]` lines"),
         ({"over": {"sums": {"short": 2}}}, "over.sums.short: no settings"),
-        ({"over": {"sums": {"short": {"seed": 2}}}}, "over: seed is the study's to give"),
+        ({"over": {"sums": {"short": {"seed": 2}}}}, "over.sums.short: seed is the study's to give"),
         ({"over": {"sums": {"short": {"max_lenth": 2}}}}, "did you mean max_length"),
+        ({"seeds": [0, 0]}, "seeds: 0 is given twice"),
+        ({"seeds": [0, 1.5]}, "seeds: 1.5, expected a whole number, 0 or more"),
+        ({"seeds": [-1]}, "seeds: -1, expected a whole number, 0 or more"),
+        ({"seeds": 3}, "seeds: 3, expected a list"),
+        ({"screening_seeds": ["first"]}, "screening_seeds: 'first', expected a whole number"),
+        ({"learning_rates": [1e-3, "1e-3"]}, "learning_rates: 0.001 is given twice"),
+        ({"learning_rates": ["fast"]}, "learning_rates: 'fast', expected a positive number"),
+        ({"learning_rates": 1e-3}, "learning_rates: 0.001, expected a list"),
+        ({"learning_rates": None}, "learning_rates: nothing, expected a list"),
+        ({"learning_rates": [float("inf")]}, "learning_rates: inf, expected a positive number"),
+        ({"learning_rates": [float("nan")]}, "learning_rates: nan, expected a positive number"),
+        ({"learning_rates": [-1e-3]}, "learning_rates: -0.001, expected a positive number"),
+        ({"learning_rates": [True]}, "learning_rates: True, expected a positive number"),
+        ({"over": {"rank": [8, 8]}}, "over.rank: 8 is given twice"),
+        ({"over": {"rank": [8, "8"]}}, "over.rank: 8 is given twice"),
+        ({"over": {"rank": 8}}, "over.rank: 8, expected a list of values"),
+        ({"over": ["rank"]}, "over: a list, expected `setting:"),
+        ({"over": {8: [1]}}, "over: 8, expected the name of a setting"),
+        ({"over": {"seed": [0, 1]}}, "over.seed: seed is the study's to give"),
+        ({"over": {"learning_rate": [1e-3]}}, "over.learning_rate: learning_rate is the study's to give"),
+        ({"over": {"learning_rates": [1e-3]}}, "over.learning_rates: learning_rates is the study's to give"),
+        ({"over": {"sums": {"short": {"learning_rates": 1e-3}}}}, "short.learning_rates: 0.001, expected a list"),
+        ({"name": "a/b"}, "name: 'a/b', expected a file's name"),
+        ({"name": "..\\x"}, "expected a file's name, not a path"),
+        ({"name": None}, "name: nothing, expected a text"),
+        ({"validation_size": 0}, "validation_size: 0, expected a whole number, 1 or more"),
+        ({"validation_size": -3}, "validation_size: -3, expected a whole number, 1 or more"),
+        ({"ask_limit": "many"}, "ask_limit: 'many', expected a whole number, 1 or more"),
+        ({"ask_tokens": 0}, "ask_tokens: 0, expected a whole number, 1 or more"),
+        ({"settings": "lora"}, "settings: 'lora', expected `name: value` lines"),
+        ({"settings": {"model": "m", 3: 4}}, "settings: 3, expected the name of a setting"),
+        ({"arms": ["lora"]}, "arms: a list, expected `name: value` lines"),
+        ({"arms": {"lora": "lora"}}, "arms.lora: 'lora', expected settings"),
+        ({"arms": {"lora": {"learning_rates": []}}}, "arms.lora.learning_rates: an empty list"),
+        ({"arms": {"lora": {"seeds": []}}}, "arms.lora.seeds: an empty list"),
+        ({"arms": {"lora": {"seeds": [1, 1]}}}, "arms.lora.seeds: 1 is given twice"),
+        ({"controls": {"lora": ["na-lora", "na-lora"]}}, "controls.lora: na-lora is given twice"),
+        ({"seeds": [0, 0], "over": {"rank": [8, 8]}, "name": "a/b"}, "3 problems: .*name.*rank.*seeds"),
     ],
 )
 def test_a_study_that_cannot_run_is_refused_as_a_whole(changes, message):
     with pytest.raises(nalora.NALoRAError, match=message):
         dummies.study(**changes)
+
+
+def test_values_of_a_setting_may_be_lists():
+    over = {"target_modules": [["q_proj", "v_proj"], "all-linear"], "rank": [8, 32]}
+    schedule = Schedule(dummies.study(over=over), "store")
+    assert len({cell.settings for cell in schedule.cells}) == 4
+    modules = [schedule.screening(cell)[0].settings["target_modules"] for cell in schedule.cells]
+    assert modules == [["q_proj", "v_proj"]] * 4 + ["all-linear"] * 4
+    results = {job.key: known(job, (VALIDATION, TEST)) for cell in schedule.cells for job in schedule.final(cell, 1e-3)}
+    assert [part.heading for part in answer(schedule, results, {})] == [
+        f"target_modules {modules}, rank {rank}"
+        for modules in ("['q_proj', 'v_proj']", "all-linear")
+        for rank in (8, 32)
+    ]
+
+
+def test_arms_and_controls_may_be_numbers():
+    study = dummies.study(arms={4: {"rank": 4}, 8: {"rank": 8}}, controls={8: [4]})
+    assert [arm.name for arm in study.arms] == ["4", "8"]
+    assert study.controls == {"8": ("4",)}
+
+
+FILE = """
+settings: &shared {model: smollm2-135m, task: gym/chain_sum}
+arms:
+  lora: {method: lora}
+learning_rates: [1.0e-3]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("seeds: [0]\nseeds: [1]\n", "seeds: given twice, in lines 6 and 7"),
+        ("over:\n  sums: {a: {rank: 8, rank: 4}}\n", "rank: given twice, in lines 7 and 7"),
+        ("seeds: [0, 0]\nname: a\nname: b\n", "2 problems: name: given twice.*seeds: 0 is given twice"),
+        ("name: 2024-13-45\n", "expected YAML"),
+        ("seeds: [0\n", "expected YAML"),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_meant_is_refused(tmp_path, more, message):
+    file = tmp_path / "study.yaml"
+    file.write_text(FILE + more)
+    with pytest.raises(nalora.NALoRAError, match=message):
+        read(file)
+
+
+def test_what_is_shared_in_a_file_may_be_overwritten(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(FILE + "over:\n  model:\n    other: {<<: *shared, model: m}\n")
+    study = read(file)
+    assert study.run(study.cells()[0], study.arms[0], 1e-3, 0).settings.model == "m"
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_bytes(FILE.encode() + "name: größer".encode("latin-1"))
+    with pytest.raises(nalora.NALoRAError, match="not UTF-8"):
+        read(file)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.text import Text
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
 from nalora.errors import NALoRAError
+
+# What a study exits with of which runs failed.
+FAILED = 1
 
 
 def study(
@@ -36,7 +41,10 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
     known: Annotated[bool, typer.Option("--so-far", help="Say what the store knows already, and run nothing.")] = False,
 ) -> None:
-    """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it."""
+    """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it.
+
+    Exits with 1 where runs failed, after all others are done and the answer is written.
+    """
     hush_libraries()
     from nalora.studies.conduct import conduct, so_far
     from nalora.studies.schedule import Schedule
@@ -47,16 +55,22 @@ def study(
     schedule = Schedule(described, str(store))
     if dry_run:
         for job in schedule.open_jobs({}, {}):
-            screen.print(f"{job.key}  {job.label}", highlight=False)
+            screen.print(Text(f"{job.key}  {job.label}"))
         screen.print(f"{schedule.total({}, {})} runs in all, {len(described.arms)} arms", highlight=False)
         return
+    if any(len(arm.seeds) > 1 for arm in described.arms):
+        from nalora.evaluation.differences import distributions
+
+        distributions()  # what the answer needs is asked for now, not after hours of runs
     if known:
         if not store.is_dir():
             raise NALoRAError(
                 str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
             )
+        _make_ready(store)
         _tell(screen, described, so_far(described, store), store)
         return
+    _make_ready(store)
     from rich.live import Live
 
     ray = {"address": address, "cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries}
@@ -73,6 +87,23 @@ def study(
         screen.print("stopped; start it again to go on", highlight=False)
         raise typer.Exit(INTERRUPTED) from None
     _tell(screen, described, progress, store)
+    if progress.failed:
+        raise typer.Exit(FAILED)
+
+
+def _make_ready(store: Path) -> None:
+    """A folder that the runs and the answer can be written to, found out before hours of work."""
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store):
+            pass
+    except OSError as error:
+        raise NALoRAError(
+            str(store),
+            found=f"no folder that can be written to ({error.strerror})",
+            expected="a store of runs",
+            fix="give another with --store, or the right to write there",
+        ) from error
 
 
 def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
@@ -81,10 +112,11 @@ def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
 
     parts = answer.answer(progress.schedule, progress.results, progress.failed)
     page = answer.write(described, parts, progress.failed, store)
-    screen.print(answer.in_markdown(described, parts, progress.failed), highlight=False, markup=False)
+    # As a Text, since names of arms and files may look like rich's markup.
+    screen.print(Text(answer.in_markdown(described, parts, progress.failed)))
     for key, error in progress.failed.items():
-        screen.print(f"failed: {key}: {error} (see {store / key}.log)", highlight=False, markup=False)
-    screen.print(f"the answer: {page}", highlight=False)
+        screen.print(Text(f"failed: {key}: {error} (see {store / key}.log)"))
+    screen.print(Text(f"the answer: {page}"))
 
 
 def _engine(name: str, workers: int | None, per_gpu: int, ray: dict[str, Any]) -> Any:
@@ -112,5 +144,5 @@ def states(progress: Any) -> Any:
         jobs = {job.key for job in schedule.screening(cell)}
         jobs |= {job.key for job in schedule.final(cell, rate)} if rate is not None else set()
         counts = (len(jobs & each) for each in (set(progress.results), running, set(progress.failed)))
-        rows.add_row(cell.name, *(str(count) for count in counts), f"{rate:g}" if rate else "screening")
+        rows.add_row(Text(cell.name), *(str(count) for count in counts), f"{rate:g}" if rate else "screening")
     return rows

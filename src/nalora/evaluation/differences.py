@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from statistics import fmean, variance
+from typing import Any
 
+from nalora.errors import NALoRAError
 from nalora.evaluation.intervals import Interval
 
 
@@ -42,6 +44,19 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Inter
 @lru_cache(maxsize=1024)
 def student_quantile(freedom: float, alpha: float = 0.05) -> float:
     """The t with P(|T| < t) = 1 − alpha for Student's T; `freedom` need not be whole."""
-    from scipy import stats
+    return float(distributions().t.ppf(1 - alpha / 2, freedom))
 
-    return float(stats.t.ppf(1 - alpha / 2, freedom))
+
+def distributions() -> Any:
+    """scipy's, which Student's tests need.
+
+    Raises:
+        NALoRAError: scipy is not installed.
+    """
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise NALoRAError(
+            "results over seeds", found="no scipy", expected="the report extra", fix="pip install 'nalora[report]'"
+        ) from error
+    return stats

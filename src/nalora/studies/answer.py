@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from nalora.report.tables import Column, Record, Table, markdown, tabulate
-from nalora.studies.comparison import Comparison, compare, compare_pairs, sentence
+from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
+from nalora.studies.comparison import Comparison, compare_pairs, sentence
 from nalora.studies.schedule import Cell, Schedule
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
 from nalora.training.folder import write_json
 
 LOSS = "test loss"
+Pair = tuple[str, str]  # an arm, and what it is compared with
 
 
 class Part(NamedTuple):
@@ -29,6 +30,8 @@ class Part(NamedTuple):
     at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
     screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
     controls: Mapping[str, list[Comparison]] = {}  # by measure: arms beside what they must beat, a family of their own
+    not_compared: tuple[str, ...] = ()  # of arms that diverged, a sentence for each comparison that is not made
+    failed: Mapping[str, tuple[float, ...]] = {}  # the rates of each arm whose runs failed: their losses are not known
 
     @property
     def heading(self) -> str:
@@ -46,7 +49,7 @@ class Part(NamedTuple):
     def sentences(self) -> list[str]:
         """What may be said."""
         told = [*self.comparisons.items(), *self.controls.items()]
-        return [sentence(each, measure) for measure, found in told for each in found]
+        return [sentence(each, measure) for measure, found in told for each in found] + list(self.not_compared)
 
 
 def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Part]:
@@ -82,17 +85,33 @@ def _part(
     columns = [Column(name, lower=name == LOSS, scale=100.0 if shares[name] else 1.0,
                       title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
     table = tabulate(records, columns)
-    baseline = schedule.study.baseline
     values = {name: _values(records, name) for name in names}
-    comparisons = {name: compare(each, baseline, higher_is_better=name != LOSS)
-                   for name, each in values.items() if baseline in each}  # fmt: skip
+    baseline = schedule.study.baseline
+    others = [(cell.arm.name, baseline) for cell in cells if cell.arm.name != baseline]
     pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
-    beside = {name: [pair for pair in pairs if each.keys() >= {*pair}] for name, each in values.items()}
-    controls = {name: compare_pairs(values[name], known, higher_is_better=name != LOSS)
-                for name, known in beside.items() if known}  # fmt: skip
+    diverged = [told for each in (others, pairs) for name in names for told in _not_compared(values[name], each, name)]
+    comparisons = {name: _compared(each, others, name) for name, each in values.items()
+                   if baseline in each and not _diverged(each[baseline])}  # fmt: skip
+    controls = {name: _compared(each, pairs, name) for name, each in values.items()}
     at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
-    screening = {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells}
-    return Part(settings, table, comparisons, rates, tuple(missing), tuple(at_the_end), screening, controls)
+    return Part(
+        settings,
+        table,
+        comparisons,
+        rates,
+        tuple(missing),
+        tuple(at_the_end),
+        {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells},
+        {name: beside for name, beside in controls.items() if beside},
+        tuple(dict.fromkeys(diverged)),
+        {cell.arm.name: _failed_rates(schedule, cell, failed) for cell in cells},
+    )
+
+
+def _failed_rates(schedule: Schedule, cell: Cell, failed: Mapping[str, str]) -> tuple[float, ...]:
+    seeds = schedule.study.screening_seeds
+    tried = cell.arm.learning_rates
+    return tuple(rate for rate in tried if any(schedule.job(cell, rate, seed).key in failed for seed in seeds))
 
 
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
@@ -106,12 +125,39 @@ def _is_share(measure: str, records: list[Record]) -> bool:
 
 
 def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
-    """By arm and seed; a run that diverged is no number that a mean could be of."""
+    """By arm and seed, those included that are no finite number."""
     values: dict[str, dict[int, float]] = {}
     for label, seed, measures in records:
-        if math.isfinite(measures.get(measure, math.nan)):
+        if measure in measures:
             values.setdefault(label, {})[seed] = measures[measure]
     return values
+
+
+def _compared(values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], measure: str) -> list[Comparison]:
+    """The pairs of which both are known and neither diverged: a mean over the seeds that went well would flatter."""
+    finite = {arm: by_seed for arm, by_seed in values.items() if not _diverged(by_seed)}
+    known = [pair for pair in pairs if finite.keys() >= {*pair}]
+    return compare_pairs(finite, known, higher_is_better=measure != LOSS)
+
+
+def _not_compared(values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], measure: str) -> list[str]:
+    """A sentence for every pair of which one diverged."""
+    told = []
+    for arm, baseline in pairs:
+        if not values.keys() >= {arm, baseline}:
+            continue
+        bad = [name for name in (arm, baseline) if _diverged(values[name])]
+        why = " and ".join(
+            f"{name} diverged with {_diverged(values[name])} of {len(values[name])} seeds" for name in bad
+        )
+        if bad:
+            told.append(f"{why}: {'' if arm in bad else f'{arm} '}not compared with {baseline} by {measure}.")
+    return told
+
+
+def _diverged(by_seed: Mapping[int, float]) -> int:
+    """The number of seeds whose result is no finite number."""
+    return sum(not math.isfinite(value) for value in by_seed.values())
 
 
 def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> str:
@@ -123,7 +169,7 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
         if part.table.rows:
             lines += [markdown(part.table)]
         lines += ["| arm | learning rate: validation loss |", "|---|---|"]
-        lines += [f"| {arm} | {_in_a_row(losses, part.rates[arm])} |" for arm, losses in part.screening.items()] + [""]
+        lines += [f"| {escape_markdown(arm)} | {_in_a_row(part, arm)} |" for arm in part.screening] + [""]
         lines += [f"{note}\n" for note in part.notes()]
         lines += [f"- {each}" for each in part.sentences()] + [""]
     if failed:
@@ -131,10 +177,22 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
     return "\n".join(lines)
 
 
-def _in_a_row(losses: Mapping[float, float | None], chosen: float | None) -> str:
+def _in_a_row(part: Part, arm: str) -> str:
     """The rates of an arm with what each came to; the chosen one stands out."""
-    told = {rate: f"{rate:g}: {'–' if loss is None else f'{loss:.4f}'}" for rate, loss in losses.items()}
-    return ", ".join(f"**{text}**" if rate == chosen else text for rate, text in told.items())
+    told = {rate: f"{rate:g}: {_shown(loss)}" for rate, loss in _known_losses(part, arm).items()}
+    return ", ".join(f"**{text}**" if rate == part.rates[arm] else text for rate, text in told.items())
+
+
+def _known_losses(part: Part, arm: str) -> dict[float, float | Literal["failed"] | None]:
+    """The validation losses of an arm's rates; a run that failed has none, unlike one that diverged."""
+    failed = part.failed.get(arm, ())
+    return {rate: "failed" if rate in failed else loss for rate, loss in part.screening[arm].items()}
+
+
+def _shown(loss: float | str | None) -> str:
+    if loss is None:
+        return "–"
+    return loss if isinstance(loss, str) else f"{loss:.4f}"
 
 
 def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Path) -> Path:
@@ -146,7 +204,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             "settings": part.settings,
             "learning_rates": part.rates,
             "at_the_end_of_the_rates": part.at_the_end,
-            "validation_losses": part.screening,
+            "validation_losses": {arm: _known_losses(part, arm) for arm in part.screening},
             "missing": part.missing,
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],

@@ -3,10 +3,15 @@
 The verdict is Student's, on differences paired by seed: with the three to five seeds that anybody runs it keeps its
 stated rate. A percentile bootstrap over five seeds calls 12 % of equal methods different where it says 5 %; its
 interval is given beside, for those who expect it, and decides nothing.
+
+Below three seeds nothing is decided. Shares of a hundred questions often differ by the same number with two seeds, and
+seem certain then: ten arms equal to the baseline gave a false claim in every second study. With more seeds, differences
+that are all equal are taken as equal within what the measure can tell (`deviation`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,15 +19,18 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from nalora.evaluation.differences import student_quantile
+from nalora.evaluation.differences import distributions, student_quantile
 from nalora.evaluation.intervals import Interval
 
 ALPHA = 0.05
 POWER = 0.8
+FEWEST_SEEDS = 3
 _MOST_SEEDS = 10_000
+# Shares of the same answers, divided and subtracted, differ by as much as rounding does.
+_ROUNDING = 1e-9
 _DRAWS = 2_000
 
-Verdict = Literal["better", "worse", "not distinguishable", "one seed"]
+Verdict = Literal["better", "worse", "not distinguishable", "too few seeds"]
 Claim = TypeVar("Claim", bound=Hashable)
 
 
@@ -33,9 +41,9 @@ class Comparison(NamedTuple):
     baseline: str
     seeds: int
     difference: float
-    interval: Interval | None  # Student's, of this comparison alone
+    interval: Interval | None  # Student's, of this comparison alone; None below two seeds
     bootstrap: Interval | None
-    p: float | None
+    p: float | None  # None below three seeds
     adjusted_p: float | None  # Holm's, over all comparisons made
     verdict: Verdict
     seeds_to_decide: int | None  # for a difference as large as this, None where it is decided or nobody can say
@@ -72,12 +80,29 @@ def compare_pairs(
         alpha: as for `compare`.
     """
     differences = {pair: _differences(*(values[name] for name in pair)) for pair in pairs}
-    tested = {pair: _p_value(each) for pair, each in differences.items() if len(each) > 1}
+    finest = resolution(values)
+    tested = {pair: _p_value(each, finest) for pair, each in differences.items() if len(each) >= FEWEST_SEEDS}
     adjusted = holm(tested)
     return [
-        _comparison(*pair, each, tested.get(pair), adjusted.get(pair), len(tested), higher_is_better, alpha)
+        _comparison(*pair, each, finest, tested.get(pair), adjusted.get(pair), len(tested), higher_is_better, alpha)
         for pair, each in differences.items()
     ]
+
+
+def resolution(values: Mapping[str, Mapping[int, float]]) -> float:
+    """The smallest step that the measure is seen to take, between any two results; 0 where all are the same."""
+    ordered = sorted(value for by_seed in values.values() for value in by_seed.values())
+    rounding = _ROUNDING * max(map(abs, ordered), default=0.0)
+    return min((high - low for low, high in itertools.pairwise(ordered) if high - low > rounding), default=0.0)
+
+
+def deviation(differences: Sequence[float], finest: float = 0.0) -> float:
+    """The standard deviation; of differences that are all equal, that of what the measure rounds away.
+
+    A value known to a step `finest` may lie anywhere within it, with a standard deviation of finest/√12.
+    """
+    found = statistics.stdev(differences)
+    return found if found > _ROUNDING * max(map(abs, differences)) else finest / math.sqrt(12)
 
 
 def _differences(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -89,27 +114,30 @@ def _comparison(
     method: str,
     baseline: str,
     differences: Sequence[float],
+    finest: float,
     p: float | None,
     adjusted: float | None,
     comparisons: int,
     higher_is_better: bool,
     alpha: float,
 ) -> Comparison:
+    n = len(differences)
     mean = statistics.fmean(differences) if differences else math.nan
+    student = student_interval(differences, alpha, finest) if n > 1 else None
+    drawn = bootstrap_interval(differences) if n > 1 else None
     if p is None or adjusted is None:
-        return Comparison(method, baseline, len(differences), mean, None, None, None, None, "one seed", None)
+        return Comparison(method, baseline, n, mean, student, drawn, None, None, "too few seeds", None)
     verdict: Verdict = "not distinguishable"
     if adjusted <= alpha:
         verdict = "better" if (mean > 0) == higher_is_better else "worse"
-    enough = seeds_to_decide(differences, alpha / comparisons) if verdict == "not distinguishable" else None
-    student, drawn = student_interval(differences, alpha), bootstrap_interval(differences)
-    return Comparison(method, baseline, len(differences), mean, student, drawn, p, adjusted, verdict, enough)
+    enough = seeds_to_decide(differences, alpha / comparisons, finest) if verdict == "not distinguishable" else None
+    return Comparison(method, baseline, n, mean, student, drawn, p, adjusted, verdict, enough)
 
 
-def student_interval(differences: Sequence[float], alpha: float = ALPHA) -> Interval:
-    """The interval of the mean of normal values."""
+def student_interval(differences: Sequence[float], alpha: float = ALPHA, finest: float = 0.0) -> Interval:
+    """The interval of the mean of normal values; `finest` as for `deviation`."""
     mean, n = statistics.fmean(differences), len(differences)
-    half = student_quantile(n - 1, alpha) * statistics.stdev(differences) / math.sqrt(n)
+    half = student_quantile(n - 1, alpha) * deviation(differences, finest) / math.sqrt(n)
     return Interval(mean - half, mean + half)
 
 
@@ -131,26 +159,24 @@ def holm(p_values: Mapping[Claim, float]) -> dict[Claim, float]:
     return adjusted
 
 
-def seeds_to_decide(differences: Sequence[float], alpha: float) -> int | None:
-    """With how many seeds a difference as large as this one's mean is found four times out of five.
+def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 0.0) -> int | None:
+    """With how many seeds, three or more, a difference as large as this one's mean is found four times out of five.
 
-    None where there is no difference at all, or where 10,000 seeds would not suffice.
+    None where there is no difference at all, or where 10,000 seeds would not suffice; `finest` as for `deviation`.
     """
-    from scipy import stats
-
-    mean, deviation = abs(statistics.fmean(differences)), statistics.stdev(differences)
+    mean, spread = abs(statistics.fmean(differences)), deviation(differences, finest)
     if mean == 0:
         return None
-    effect = mean / deviation if deviation else math.inf
+    effect = mean / spread if spread else math.inf
 
     def power(n: int) -> float:
-        return float(stats.nct.sf(student_quantile(n - 1, alpha), n - 1, effect * math.sqrt(n)))
+        return float(distributions().nct.sf(student_quantile(n - 1, alpha), n - 1, effect * math.sqrt(n)))
 
-    low, high = 2, 2
+    low = high = FEWEST_SEEDS
     while power(high) < POWER:
-        low, high = high, 2 * high
-        if high > _MOST_SEEDS:
+        if high == _MOST_SEEDS:
             return None
+        low, high = high, min(2 * high, _MOST_SEEDS)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if power(middle) >= POWER else (middle + 1, high)
@@ -161,12 +187,16 @@ def sentence(comparison: Comparison, measure: str, unit: str = "") -> str:
     """What may be said of one comparison, in plain words."""
     each = comparison
     size = f"{each.difference:+.4g}{unit} {measure}"
+    if not each.seeds:
+        return f"{each.method} and {each.baseline} have no seed in common: {measure} not compared."
     if each.interval is None:
         return f"{each.method}: {size} beside {each.baseline} with one seed, from which nothing follows."
     low, high = each.interval
     numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {each.seeds} seeds"
     if each.verdict in ("better", "worse"):
         return f"{each.method} is {each.verdict} than {each.baseline}: {numbers}, adjusted p = {each.adjusted_p:.2g}."
+    if each.verdict == "too few seeds":
+        return f"{each.method} beside {each.baseline}: {numbers}, which are too few to tell them apart by."
     more = (
         f"about {each.seeds_to_decide} seeds would decide a difference of this size"
         if each.seeds_to_decide
@@ -175,12 +205,8 @@ def sentence(comparison: Comparison, measure: str, unit: str = "") -> str:
     return f"{each.method} is not distinguishable from {each.baseline} at this size: {numbers}; {more}."
 
 
-def _p_value(differences: Sequence[float]) -> float:
-    from scipy import stats
-
-    deviation = statistics.stdev(differences)
-    mean = statistics.fmean(differences)
-    if deviation == 0:
-        return 1.0 if mean == 0 else 0.0
-    t = abs(mean) / (deviation / math.sqrt(len(differences)))
-    return float(2 * stats.t.sf(t, len(differences) - 1))
+def _p_value(differences: Sequence[float], finest: float) -> float:
+    spread, mean = deviation(differences, finest), abs(statistics.fmean(differences))
+    if mean == 0 or spread == 0:
+        return 1.0
+    return float(2 * distributions().t.sf(mean / (spread / math.sqrt(len(differences))), len(differences) - 1))

@@ -30,17 +30,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from nalora.errors import NALoRAError
+from nalora.studies.checks import RATES, problems_of_shape, repeated_keys
 from nalora.training.settings import Run, check
-
-# Settings that a study gives to each run itself.
-_ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
-_RATES = "learning_rates"
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,12 @@ class Study:
 
     def arms_in(self, cell: Mapping[str, Any]) -> list[Arm]:
         """The arms with the learning rates that each tries there: its own, the combination's, or the study's."""
-        rates = self._meaning(cell).get(_RATES, self.learning_rates)
+        rates = self._meaning(cell).get(RATES, self.learning_rates)
         return [replace(arm, learning_rates=arm.learning_rates or tuple(map(float, rates))) for arm in self.arms]
 
     def run(self, cell: Mapping[str, Any], arm: Arm, learning_rate: float, seed: int) -> Run:
         """One run of the study, wherever it may be kept."""
-        combined = {name: value for name, value in self._meaning(cell).items() if name != _RATES}
+        combined = {name: value for name, value in self._meaning(cell).items() if name != RATES}
         own = {"learning_rate": learning_rate, "seed": seed, "validation_size": self.validation_size}
         where = f"study {self.name!r}, arm {arm.name!r}"
         return check({**self.settings, **combined, **arm.settings, **own}, where=where)
@@ -118,12 +115,16 @@ def read(file: str | Path) -> Study:
     if not path.is_file():
         raise NALoRAError(str(path), found="no such file", expected="a study's YAML file", fix="see studies/")
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        text = path.read_text(encoding="utf-8")
+        given, repeated = yaml.safe_load(text), repeated_keys(text)
+    except UnicodeDecodeError as error:
+        found = f"a file that is not UTF-8, from byte {error.start} on"
+        raise NALoRAError(str(path), found=found, expected="YAML in UTF-8", fix="save it as UTF-8") from error
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a date that no calendar has
         raise NALoRAError(str(path), found=" ".join(str(error).split()), expected="YAML", fix="mend it") from error
     if not isinstance(given, dict):
         raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see studies/")
-    return understand({"name": path.stem, **given}, where=str(path))
+    return understand({"name": path.stem, **given}, where=str(path), beside=repeated)
 
 
 def question(file: str | Path) -> str:
@@ -134,25 +135,28 @@ def question(file: str | Path) -> str:
     return said.partition("Runs: ")[0].strip()
 
 
-def understand(given: Mapping[str, Any], where: str = "study") -> Study:
+def understand(given: Mapping[Any, Any], where: str = "study", beside: Sequence[str] = ()) -> Study:
     """Check a study as a whole: each of its runs must be one that can start.
 
+    Args:
+        given: what its file says.
+        where: the file, for the error.
+        beside: problems that were found already.
+
     Raises:
-        NALoRAError: every problem at once.
+        NALoRAError: every problem of the study's shape at once; where there is none, every one of its runs.
     """
-    problems = _problems_of_shape(given)
+    known = {each.name for each in dataclasses.fields(Study)} | {"seeds"}
+    problems = [*beside, *problems_of_shape(given, known)]
     if not problems:
         seeds = tuple(given.get("seeds", (0,)))
         study = Study(
             name=str(given.get("name", "study")),
             settings=dict(given["settings"]),
             arms=tuple(_arm(name, dict(each or {}), seeds) for name, each in given["arms"].items()),
-            over={
-                name: values if isinstance(values, dict) else tuple(values)
-                for name, values in (given.get("over") or {}).items()
-            },
-            controls={arm: tuple(each) for arm, each in (given.get("controls") or {}).items()},
-            learning_rates=tuple(float(rate) for rate in given.get(_RATES, ())),
+            over={name: _grid(name, values) for name, values in (given.get("over") or {}).items()},
+            controls={str(arm): tuple(map(str, each)) for arm, each in (given.get("controls") or {}).items()},
+            learning_rates=tuple(float(rate) for rate in given.get(RATES, ())),
             validation_size=given.get("validation_size", 200),
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
             ask=given.get("ask", "chosen"),
@@ -171,44 +175,17 @@ def understand(given: Mapping[str, Any], where: str = "study") -> Study:
 
 
 def _arm(name: str, given: dict[str, Any], seeds: tuple[int, ...]) -> Arm:
-    rates, own_seeds = given.pop(_RATES, None), given.pop("seeds", None)
-    return Arm(str(name), given, tuple(map(float, rates or ())), tuple(own_seeds) if own_seeds else seeds)
+    rates, own_seeds = given.pop(RATES, ()), given.pop("seeds", seeds)
+    return Arm(str(name), given, tuple(map(float, rates)), tuple(own_seeds))
 
 
-def _problems_of_shape(given: Mapping[str, Any]) -> list[str]:
-    known = {each.name for each in dataclasses.fields(Study)} | {"seeds"}
-    problems = [f"{key}: no such part of a study" for key in given if key not in known]
-    for part in ("settings", "arms"):
-        if not isinstance(given.get(part), dict) or not given[part]:
-            problems.append(f"{part}: missing or empty")
-    named: list[Any] = []
-    for name, values in (given.get("over") or {}).items():
-        if not isinstance(values, list | dict) or not values:
-            problems.append(f"over.{name}: an empty grid")
-        elif isinstance(values, dict):
-            problems += [f"over.{name}.{each}: no settings" for each, s in values.items() if not isinstance(s, dict)]
-            named += values.values()
-    problems += _problems_of_controls(given.get("controls") or {}, given.get("arms"))
-    for part in ("learning_rates", "seeds", "screening_seeds"):
-        if part in given and (not isinstance(given[part], list) or not given[part]):
-            problems.append(f"{part}: an empty list")
-    if given.get("ask", "chosen") not in ("chosen", "none", "all"):
-        problems.append(f"ask: {given['ask']!r}, expected chosen, none or all")
-    sources = {"settings": [given.get("settings")], "arms": (given.get("arms") or {}).values(), "over": named}
-    for part, each_settings in sources.items():
-        for settings in each_settings:
-            taken = [name for name in _ITS_OWN if isinstance(settings, dict) and name in settings]
-            problems += [f"{part}: {name} is the study's to give" for name in taken]
-    return problems
-
-
-def _problems_of_controls(controls: Any, arms: Any) -> list[str]:
-    if not isinstance(controls, dict) or not all(isinstance(each, list) and each for each in controls.values()):
-        return ["controls: expected `arm: [other arm, ...]` lines"]
-    named = [name for arm, others in controls.items() for name in (arm, *others)]
-    unknown = [name for name in dict.fromkeys(named) if name not in (arms or {})]
-    alone = [arm for arm, others in controls.items() if arm in others]
-    return [f"controls: no arm {name!r}" for name in unknown] + [f"controls: {arm!r} is its own" for arm in alone]
+def _grid(name: str, values: Any) -> tuple[Any, ...] | dict[str, dict[str, Any]]:
+    """A setting's values; each under a name where some are lists, which a combination is not told apart by."""
+    if isinstance(values, dict):
+        return values
+    if any(isinstance(value, list | dict) for value in values):
+        return {str(value): {name: value} for value in values}
+    return tuple(values)
 
 
 def _problems_of_runs(study: Study) -> list[str]:
@@ -221,5 +198,5 @@ def _problems_of_runs(study: Study) -> list[str]:
             try:
                 study.run(cell, arm, arm.learning_rates[0], arm.seeds[0])
             except NALoRAError as error:
-                problems.append(str(error))
+                problems.append(error.in_short)
     return list(dict.fromkeys(problems))
