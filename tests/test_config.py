@@ -78,3 +78,35 @@ def test_configurations_are_frozen_and_comparable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         NALoRAConfig().keep_ratio = 0.5
     assert hash(NALoRAConfig()) == hash(NALoRAConfig())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_ratio": "0.3"},
+        {"sharpness": None},
+        {"mask_ema": [0.9]},
+        {"positive_penalty": True},
+        {"gate": {"low": 0.8}},
+        {"thresholds": 1.0},
+        {"thresholds": ("a", "b")},
+    ],
+)
+def test_values_of_another_type_are_refused_like_those_out_of_range(wrong):
+    ((field, value),) = wrong.items()
+    with pytest.raises(NALoRAError) as refusal:
+        NALoRAConfig(**wrong)
+    assert refusal.value.where == f"NALoRAConfig.{field}"
+    assert refusal.value.found == repr(value)
+    with pytest.raises(NALoRAError):
+        ProjectionScale("0.4", 0.8, 1.5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"t": -1}, {"t": "1"}, {"gate_keep_ratio": 2}, {"beta_s": None}, {"smin_up": 1.6, "smax_up": 1.5}]
+)
+def test_from_paper_names_the_argument_that_was_typed(wrong):
+    with pytest.raises(NALoRAError) as refusal:
+        NALoRAConfig.from_paper(alpha_gate=0.3, **wrong)
+    assert refusal.value.where == f"NALoRAConfig.from_paper({', '.join(f'{name}=…' for name in wrong)})"
+    assert refusal.value.found == ", ".join(map(repr, wrong.values()))

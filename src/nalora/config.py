@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import numbers
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +28,26 @@ def _require(field: str, value: Any, holds: bool, expected: str) -> None:
             f"NALoRAConfig.{field}",
             found=repr(value),
             expected=expected,
-            fix=f"set {field} within that range",
+            fix=f"set {field} to that",
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def _in_the_papers_words(typed: dict[str, Any]) -> Iterator[None]:
+    """What is refused is called as the user typed it, not by the field that it stands for."""
+    try:
+        yield
+    except NALoRAError as error:
+        raise NALoRAError(
+            f"NALoRAConfig.from_paper({', '.join(f'{name}=…' for name in typed)})",
+            found=", ".join(repr(value) for value in typed.values()),
+            expected=error.expected,
+            fix=f"set {' and '.join(typed)} to that",
+        ) from None
 
 
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -48,6 +69,8 @@ class ProjectionScale:
     high: float
 
     def __post_init__(self) -> None:
+        for field in ("sensitivity", "low", "high"):
+            _require(field, getattr(self, field), _is_number(getattr(self, field)), "a number")
         _require("sensitivity", self.sensitivity, math.isfinite(self.sensitivity), "a finite number")
         _require("low, high", (self.low, self.high), 0 < self.low <= self.high < math.inf, "0 < low ≤ high")
 
@@ -101,6 +124,11 @@ class NALoRAConfig:
     start: Literal["ones", "first"] = "ones"
 
     def __post_init__(self) -> None:
+        for field in ("keep_ratio", "sharpness", "mask_ema", "positive_penalty", "scale_ema"):
+            _require(field, getattr(self, field), _is_number(getattr(self, field)), "a number")
+        for field in ("gate", "up", "down"):
+            given = getattr(self, field)
+            _require(field, given, isinstance(given, ProjectionScale), "ProjectionScale(sensitivity, low, high)")
         _require("keep_ratio", self.keep_ratio, 0 < self.keep_ratio <= 1, "a number in (0, 1]")
         _require("sharpness", self.sharpness, 0 < self.sharpness < math.inf, "a positive number")
         _require("mask_ema", self.mask_ema, 0 <= self.mask_ema < 1, "a number in [0, 1)")
@@ -112,7 +140,8 @@ class NALoRAConfig:
         _one_of("apply_to", self.apply_to, ("gradient", "update"))
         _one_of("start", self.start, ("ones", "first"))
         if self.thresholds is not None:
-            _require("thresholds", self.thresholds, len(self.thresholds) == 2, "(low, high)")
+            pair = isinstance(self.thresholds, tuple | list) and len(self.thresholds) == 2
+            _require("thresholds", self.thresholds, pair and all(map(_is_number, self.thresholds)), "(low, high)")
             low, high = self.thresholds
             _require("thresholds", self.thresholds, -math.inf < low <= high < math.inf, "finite low ≤ high")
 
@@ -127,15 +156,19 @@ class NALoRAConfig:
             NALoRAError: an argument the paper's code does not have, or a value out of range.
         """
         settings: dict[str, Any] = {}
-        projections: dict[str, dict[str, float]] = {}
+        projections: dict[str, dict[str, Any]] = {}
         for argument, value in arguments.items():
             prefix, _, projection = argument.partition("_")
             if argument in _PAPER_ARGUMENTS:
+                with _in_the_papers_words({argument: value}):
+                    cls(**{_PAPER_ARGUMENTS[argument]: value})
                 settings[_PAPER_ARGUMENTS[argument]] = value
             elif argument == "t":
+                with _in_the_papers_words({argument: value}):
+                    _require(argument, value, _is_number(value) and 0 <= value < math.inf, "a number ≥ 0")
                 settings["thresholds"] = (-value, value)
             elif prefix in _PAPER_PROJECTION_ARGUMENTS and projection in ("gate", "up", "down"):
-                projections.setdefault(projection, {})[_PAPER_PROJECTION_ARGUMENTS[prefix]] = value
+                projections.setdefault(projection, {})[argument] = value
             else:
                 known = [*_PAPER_ARGUMENTS, "t", *(f"{p}_gate/up/down" for p in _PAPER_PROJECTION_ARGUMENTS)]
                 raise NALoRAError(
@@ -144,9 +177,11 @@ class NALoRAConfig:
                     expected="one of " + ", ".join(known),
                     fix="use that name, or pass nalora's own settings to NALoRAConfig",
                 )
-        for projection, changes in projections.items():
+        for projection, typed in projections.items():
             default: ProjectionScale = getattr(cls, projection)
-            settings[projection] = dataclasses.replace(default, **changes)
+            changes = {_PAPER_PROJECTION_ARGUMENTS[each.partition("_")[0]]: value for each, value in typed.items()}
+            with _in_the_papers_words(typed):
+                settings[projection] = dataclasses.replace(default, **changes)
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,3 +16,8 @@ class NALoRAError(RuntimeError):
     def __init__(self, where: str, *, found: str, expected: str, fix: str) -> None:
         self.where, self.found, self.expected, self.fix = where, found, expected, fix
         super().__init__(f"{where}: found {found}; expected {expected}. Fix: {fix}")
+
+    @property
+    def in_short(self) -> str:
+        """The same as one of several problems, whose list ends with a fix of its own."""
+        return f"{self.where}: {self.found}, expected {self.expected} ({self.fix})"

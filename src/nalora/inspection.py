@@ -17,7 +17,9 @@ from torch import nn
 from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
+from nalora.models import loading, smollm2
 from nalora.plan import Plan, make_plan
+from nalora.target_modules import first_sentence, linear_names, refused
 
 _ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -43,7 +45,7 @@ def inspect_model(
     """Build `model` on the meta device, wrap it with LoRA, and plan.
 
     Args:
-        model: a transformers folder, a config.json, a PEFT adapter folder, or a hub id.
+        model: a transformers folder, a config.json, a PEFT adapter folder, a hub id, or ``smollm2-135m``.
         config: the settings of NA-LoRA; the paper's by default.
         rank: r of the adapter; 8 by default. An adapter folder brings its own.
         target_modules: the layers to adapt, by the end of their name; every linear layer by default.
@@ -87,7 +89,7 @@ def _saved_adapter(model: str) -> Any:
     except Exception as error:
         raise NALoRAError(
             str(file),
-            found=_first_sentence(error),
+            found=first_sentence(error),
             expected="the config of a PEFT adapter",
             fix="save the adapter again",
         ) from error
@@ -125,13 +127,17 @@ def _build(model: str) -> nn.Module:
     assert failure is not None
     raise NALoRAError(
         model,
-        found=f"a {type(config).__name__} that cannot be built ({_first_sentence(failure)})",
+        found=f"a {type(config).__name__} that cannot be built ({first_sentence(failure)})",
         expected="the config of a model in transformers",
         fix="check the config, or update transformers",
     ) from failure
 
 
 def _read_config(model: str) -> Any:
+    if model in loading.NAMED:
+        # The GGUF file's head says it all: no dense weights are made for this.
+        gguf = smollm2.find_gguf()
+        return transformers.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     path = Path(model).expanduser()
     hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
     if not path.exists() and not hub:
@@ -145,7 +151,7 @@ def _read_config(model: str) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _no_model(model, f"no readable JSON ({error})") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _no_model(model, _first_sentence(error)) from error
+        raise _no_model(model, first_sentence(error)) from error
 
 
 def _no_model(model: str, found: str) -> NALoRAError:
@@ -158,19 +164,9 @@ def _no_model(model: str, found: str) -> NALoRAError:
 
 
 def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
-    linears = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
+    names = linear_names(skeleton)
     try:
         wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
     except Exception as error:
-        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-        raise NALoRAError(
-            model,
-            found=f"a LoRA config that PEFT refuses ({_first_sentence(error)})",
-            expected=f"target modules among {kinds}",
-            fix="name some of those, or leave target_modules out to adapt every linear layer",
-        ) from error
+        raise refused(model, names, error) from error
     return wrapped
-
-
-def _first_sentence(error: Exception) -> str:
-    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 
+from nalora.models import loading
+
 
 @pytest.fixture
 def recipe(tmp_path):
@@ -59,3 +61,34 @@ def test_what_there_is_to_choose_from(run, command, parts):
     code, out, _ = run(command)
     assert code == 0
     assert all(part in out for part in parts)
+
+
+def test_a_mistyped_run_is_no_model_without_a_task(run, recipe, tmp_path):
+    """What may be a folder is first said to hold no run; a run that is nearly called so is named."""
+    (tmp_path / "laptop").mkdir()
+    (tmp_path / "laptop" / "run.yaml").touch()
+    code, _, err = run("evaluate", tmp_path / "laptp")
+    assert code == 2
+    assert "laptp: found no run there" in err
+    assert f"did you mean {tmp_path / 'laptop'}?" in err
+    (tmp_path / "other").mkdir()
+    assert "found no run in that folder" in run("evaluate", tmp_path / "other")[2]
+    for model in (tmp_path / "base", "smollm2-135m"):
+        assert "a model without a task" in run("evaluate", model)[2]
+
+
+def test_the_corrected_command_starts_after_one_that_failed(run, recipe, tmp_path):
+    code, _, err = run("train", recipe, "target_modules=[gate]")
+    assert code == 2
+    assert "target_modules: ['gate']" in err
+    assert "gate_proj" in err
+    assert not (tmp_path / "run").exists()
+    assert run("train", recipe, "target_modules=[gate_proj]")[0] == 0
+
+
+def test_a_device_that_is_not_here_is_named_before_anything_is_loaded(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded a model"))
+    code, _, err = run("train", recipe, "device=cuda:99")
+    assert code == 2
+    assert "device 'cuda:99'" in err
+    assert not (tmp_path / "run").exists()

@@ -654,3 +654,14 @@ def test_nothing_to_control_is_said_when_attaching(tmp_path):
     nalora.attach_trainer(twice)
     with pytest.raises(NALoRAError, match="another controller"):
         nalora.attach_trainer(twice)
+
+
+def test_what_is_no_trainer_is_named(tmp_path):
+    model = tiny.llama()
+    for wrong, found in (
+        (model, "found a model"),
+        (None, "found a NoneType"),
+        (NALoRAConfig(), "found a NALoRAConfig"),
+    ):
+        with pytest.raises(NALoRAError, match=rf"{found}; expected a transformers.Trainer.*attach\(model, optimizer\)"):
+            nalora.attach_trainer(wrong)

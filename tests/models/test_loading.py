@@ -97,3 +97,16 @@ def test_the_named_model():
     loaded = load(ModelSpec("smollm2-135m", device="cpu"))
     assert loaded.model.config.num_hidden_layers == 30
     assert loaded.processor.chat_template
+
+
+def test_a_device_that_is_not_here(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert loading.usable_device("cuda:0") == "cuda:0"
+    assert loading.usable_device("cpu") == "cpu"
+    with pytest.raises(nalora.NALoRAError, match="found 1 cuda device here"):
+        loading.usable_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(nalora.NALoRAError, match="found no cuda device here"):
+        loading.load(ModelSpec(str(folder), device="cuda"))
+    with pytest.raises(nalora.NALoRAError, match="no device of that name"):
+        loading.usable_device("gpu")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import nalora
-from nalora.training.settings import read
+from nalora.training.settings import RunSettings, check, read
 
 RECIPES = sorted((Path(nalora.__file__).parent / "recipes").glob("*.yaml"))
 
@@ -28,3 +31,13 @@ def test_the_papers_protocol_is_there():
         run = read(next(file for file in RECIPES if file.stem == name), ["rank=32"])
         assert (run.settings.rank, run.settings.alpha, run.settings.batch_size) == (32, 16, 32)
         assert (run.settings.learning_rate, run.settings.warmup, run.settings.schedule) == (2e-5, 0.03, "cosine")
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(RunSettings)])
+def test_the_laptop_s_recipe_explains_every_setting(name):
+    """Each has a line with a comment; where it is commented out, it can be commented in."""
+    text = (Path(nalora.__file__).parent / "recipes" / "laptop.yaml").read_text()
+    found = re.search(rf"^(# )?({name}: .*\S +# .+)$", text, re.MULTILINE)
+    assert found, f"{name} is not explained"
+    given = yaml.safe_load(text) | yaml.safe_load(found[2])
+    assert getattr(check(given).settings, name) == given[name]

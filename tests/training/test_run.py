@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file
 from stopped_runs import train_and_stop
 
@@ -137,8 +138,20 @@ def test_a_folder_is_not_written_over(settings):
 def test_a_model_that_is_not_there(settings):
     with pytest.raises(nalora.NALoRAError, match="smollm2-135m, which needs no network"):
         train(check({**settings, "model": "nobody/such-model"}))
+    empty = Path(settings["output"] + "-empty")
+    empty.mkdir()
     with pytest.raises(nalora.NALoRAError, match="without config.json"):
-        train(check({**settings, "model": str(settings["output"]), "output": settings["output"] + "3"}))
+        train(check({**settings, "model": str(empty)}))
+
+
+def test_examples_that_the_test_set_asks_are_counted(settings, capsys):
+    few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    result = train(check({**settings, "settings": few, "test_size": 100, "steps": 1}), console=Console(width=100))
+    removed = result["dropped_also_asked"]
+    assert removed > 0
+    assert result["examples"] == settings["train_size"] - removed
+    assert f"also asked in the test set: {removed} examples left out" in capsys.readouterr().out
+    assert json.loads(RunFolder(settings["output"]).result.read_text())["dropped_also_asked"] == removed
 
 
 def test_an_encoder_decoder_learns_and_is_asked(tmp_path):

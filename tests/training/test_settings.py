@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import nalora
@@ -68,3 +70,55 @@ def test_files_that_are_no_run(tmp_path, text, said):
     file.write_text("")
     with pytest.raises(nalora.NALoRAError, match="key=value"):
         read(file, ["rank"])
+
+
+def test_an_unknown_task_or_method_is_the_one_problem():
+    """Its settings are not called unknown beside it; a slip in one of the run's own still is."""
+    of_the_family = {"settings": {"max_terms": 2}, "train_size": 300, "test_size": 100, "max_new_tokens": 8}
+    for wrong in (
+        {"task": "gsm9k", **of_the_family},
+        {**GOOD, "method": "na-lora", "on": "adalora", "keep_ratio": 0.5},
+        {**GOOD, "method": "na-laura", "keep_ratio": 0.5, "apply_to": "update"},
+    ):
+        said = problems({"model": "smollm2-135m", **wrong})
+        assert "found 1 problem: " in said
+        assert "no such setting" not in said
+    assert "learnin_rate: no such setting (did you mean learning_rate?)" in problems({
+        "model": "smollm2-135m", "task": "gsm9k", "learnin_rate": 1e-3,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"task": "gsm9k"}, {"method": "lorra"}, {"method": "na-lora", "on": "full"}, {"optimizer": "adamm"}]
+)
+def test_one_sentence_has_one_fix(wrong):
+    assert problems({**GOOD, **wrong}).count("Fix:") == 1
+
+
+def test_an_unknown_family_names_the_nearest():
+    pytest.importorskip("reasoning_gym")
+    said = problems({**GOOD, "task": "gym/chain_sums", "train_size": 300})
+    assert "found 1 problem: gym/chain_sums: no family 'chain_sums'" in said
+    assert "did you mean chain_sum" in said
+
+
+def test_without_reasoning_gym_no_family_is_unknown(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    assert check({**GOOD, "task": "gym/chain_sums"}).settings.task == "gym/chain_sums"
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "muon", "paged_adamw_8bit"])
+def test_optimizers_that_training_takes(name):
+    assert check({**GOOD, "optimizer": name}).settings.optimizer == name
+
+
+def test_an_unknown_optimizer_names_the_nearest():
+    said = problems({**GOOD, "optimizer": "adamm"})
+    assert "optimizer 'adamm': no optimizer of that name" in said
+    assert "adamw_torch" in said
+
+
+def test_a_run_of_another_machine_can_be_read_here():
+    """What device there is, only training asks: a run made on a GPU is reported and evaluated anywhere."""
+    assert check({**GOOD, "device": "cuda:7"}).settings.device == "cuda:7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -68,13 +69,28 @@ def evaluate_target(
     if folder.settings.is_file():
         return dict(_evaluate_run(finished_run(folder.path), request, output, device, report))
     if request.task is None:
-        raise NALoRAError(target, found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
+        raise _nothing_to_ask(folder)
     options = request.options or {}
     place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
     loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
     return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report, options)}
+
+
+def _nothing_to_ask(folder: RunFolder) -> NALoRAError:
+    """What is wrong with an argument that is no run, and has no task: a mistyped folder, or a model by itself."""
+    path = folder.path
+    if (len(path.parts) == 1 and not path.is_dir()) or (path / "config.json").is_file():
+        return NALoRAError(str(path), found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
+    runs = [each.parent.name for each in path.parent.glob("*/run.yaml")]
+    close = [str(path.parent / name) for name in difflib.get_close_matches(path.name, runs, 1)]
+    return NALoRAError(
+        str(path),
+        found="no run in that folder" if path.is_dir() else "no run there: no such folder",
+        expected="a folder that `nalora train` wrote, or a model with --task NAME",
+        fix=f"did you mean {close[0]}?" if close else "check the path; for a model add --task (see `nalora tasks`)",
+    )
 
 
 def _evaluate_run(

@@ -38,8 +38,9 @@ def attach_trainer(
         kernels: how statistics are computed, see `nalora.attach`.
 
     Raises:
-        NALoRAError: nothing to control, or a setup in which the control would be silently wrong.
+        NALoRAError: no Trainer, nothing to control, or a setup in which the control would be silently wrong.
     """
+    _refuse_unless_trainer(trainer)
     _refuse_unusable(trainer)
     controller = NALoRAController(trainer.model, config, kernels=kernels)
     try:
@@ -48,6 +49,16 @@ def attach_trainer(
         controller.detach()
         raise
     return controller
+
+
+def _refuse_unless_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        raise NALoRAError(
+            f"attach_trainer({type(trainer).__name__})",
+            found="a model" if isinstance(trainer, nn.Module) else f"a {type(trainer).__name__}",
+            expected="a transformers.Trainer, or a subclass of it such as TRL's",
+            fix="attach_trainer(trainer), or attach(model, optimizer) for a training loop of your own",
+        )
 
 
 def _refuse_unusable(trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
+from nalora.target_modules import linear_names, refused
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,20 @@ class LoRA(Method):
     reference = "Hu et al. 2021, arXiv 2106.09685"
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """Freeze the base and add one adapter to each target layer, the same for the same seed."""
+        """Freeze the base and add one adapter to each target layer, the same for the same seed.
+
+        Raises:
+            NALoRAError: no such layers, or a rank above theirs.
+        """
         import peft
 
         torch.manual_seed(start.seed)
         config = self.config(adapter, start)
-        wrapped: nn.Module = peft.get_peft_model(model, config)
+        names = linear_names(model)
+        try:
+            wrapped: nn.Module = peft.get_peft_model(model, config)
+        except ValueError as error:  # how PEFT says that it found no layer, or none that it can adapt
+            raise refused(f"target_modules: {adapter.target_modules}", names, error) from error
         refuse_rank_above_dimension(wrapped)
         self.initialise(wrapped, adapter, start)
         return wrapped

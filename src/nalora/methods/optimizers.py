@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +13,32 @@ from torch.optim import Muon, Optimizer
 from nalora.errors import NALoRAError
 
 MUON = "muon"
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Every optimizer that a run may name: transformers' and this file's."""
+    from transformers.training_args import OptimizerNames
+
+    return (*(each.value for each in OptimizerNames), MUON)
+
+
+def refuse_unknown(name: str) -> None:
+    """Say so now, where the Trainer would when the model is loaded.
+
+    Raises:
+        NALoRAError: no optimizer of that name.
+    """
+    # transformers takes seconds to import: not for the two that nearly every run names.
+    if name in ("adamw_torch", MUON) or name in names():
+        return
+    close = difflib.get_close_matches(name, names(), 3, cutoff=0.5)
+    raise NALoRAError(
+        f"optimizer {name!r}",
+        found="no optimizer of that name",
+        expected=f"one of transformers' (adamw_torch, sgd, adafactor, …) or {MUON}",
+        fix=f"did you mean {' or '.join(close)}?" if close else "use adamw_torch",
+    )
 
 
 def muon(

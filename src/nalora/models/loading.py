@@ -64,9 +64,9 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     """Load the model, with its own tokenizer unless one is given.
 
     Raises:
-        NALoRAError: it is not there, its files are of another kind, or what quantises it is not installed.
+        NALoRAError: it or its device is not there, its files are of another kind, or nothing here quantises it.
     """
-    device = spec.device or best_device()
+    device = usable_device(spec.device)
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or default_dtype(device))}
     if spec.attention:
         options["attn_implementation"] = spec.attention
@@ -91,6 +91,31 @@ def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def usable_device(name: str | None) -> str:
+    """The device of that name, or the best there is.
+
+    Raises:
+        NALoRAError: this machine has no such device.
+    """
+    if name is None:
+        return best_device()
+    try:
+        wanted = torch.device(name)
+    except RuntimeError:  # how torch refuses a name
+        found = "no device of that name"
+    else:
+        there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+        if wanted.type not in there or (wanted.index or 0) < there[wanted.type]:
+            return name
+        found = f"{there[wanted.type] or 'no'} {wanted.type} device{'s' if there[wanted.type] > 1 else ''} here"
+    raise NALoRAError(
+        f"device {name!r}",
+        found=found,
+        expected="cpu, cuda, cuda:1, mps, …: one that this machine and this build of torch have",
+        fix=f"leave device out, which takes {best_device()} here",
+    )
 
 
 def default_dtype(device: str) -> str:

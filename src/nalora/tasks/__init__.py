@@ -80,9 +80,11 @@ def options(name: str) -> list[str]:
     """The settings that the task has of its own.
 
     Raises:
-        NALoRAError: no such task.
+        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
     """
     module = import_module(module_of(name))
+    if name.startswith(_GYM):
+        module.refuse_unknown_family(name)
     taken = inspect.signature(getattr(module, "TASK", module.make)).parameters
     return [option for option in taken if option not in ("name", "data_dir")]
 

@@ -91,6 +91,7 @@ class Gym(Task):
         """
         asked = {self._entry("test", index)["question"] for index in range(self.test_size)}
         kept = [index for index in range(self.train_size) if self._entry("train", index)["question"] not in asked]
+        self.also_asked = self.train_size - len(kept)
         if not kept:
             raise NALoRAError(
                 self.name,
@@ -180,14 +181,7 @@ class Gym(Task):
                 expected="it, to draw questions",
                 fix="pip install reasoning-gym",
             ) from error
-        if self.family not in DATASETS:
-            close = difflib.get_close_matches(self.family, [*DATASETS], 3, cutoff=0.4)
-            raise NALoRAError(
-                self.name,
-                found=f"no family {self.family!r}",
-                expected=f"one of the {len(DATASETS)} of reasoning-gym",
-                fix=f"did you mean {' or '.join(close)}?" if close else "see reasoning_gym.factory.DATASETS",
-            )
+        refuse_unknown_family(self.name)
         try:
             return create_dataset(self.family, **self.settings, size=size, seed=seed)
         except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse
@@ -227,6 +221,27 @@ TASK = Gym
 def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
     """The family after ``gym/``; the options are those of `Gym`, and data_dir is not needed."""
     return Gym(name, **options)
+
+
+def refuse_unknown_family(name: str) -> None:
+    """Say so before anything is loaded; without reasoning-gym nothing is known of its families.
+
+    Raises:
+        NALoRAError: no family of that name.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        return
+    family = name.partition("/")[2]
+    if family not in DATASETS:
+        close = difflib.get_close_matches(family, [*DATASETS], 3, cutoff=0.4)
+        raise NALoRAError(
+            name,
+            found=f"no family {family!r}",
+            expected=f"one of the {len(DATASETS)} of reasoning-gym",
+            fix=f"did you mean {' or '.join(close)}?" if close else "see reasoning_gym.factory.DATASETS",
+        )
 
 
 def _short(text: str) -> str:

@@ -48,6 +48,8 @@ class Task:
     max_new_tokens: int = 256
     # Writing stops where one of these texts appears; it is cut off.
     stop: tuple[str, ...] = ()
+    # How many examples `train_examples` left out because the test set asks them.
+    also_asked: int = 0
     # How many examples may be scored at the same time: more than one where scoring waits for others.
     scoring_threads: int = 1
 

@@ -58,13 +58,14 @@ class RowDataset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Material:
-    """What a run trains, and on what; `rows` says what was left out, for text."""
+    """What a run trains, and on what; `rows` and `also_asked` say what was left out, for text."""
 
     model: nn.Module
     dataset: Any
     collator: Any
     adapter: Adapter
     rows: TrainingRows | None = None
+    also_asked: int = 0
 
 
 def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
@@ -94,7 +95,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
     # SDPA gives zeros for a row without any real token; of others some give NaN, and some do not run.
     blank = 0 if settings.attention in (None, "sdpa") else 1
     collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, multiple, blank)
-    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows)
+    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows, task.also_asked)
 
 
 def rows_summary(material: Material) -> dict[str, int]:
@@ -105,17 +106,21 @@ def rows_summary(material: Material) -> dict[str, int]:
     return {
         "examples": rows.examples,
         "rows": len(rows.rows),
+        "dropped_also_asked": material.also_asked,
         "dropped_too_long": rows.dropped,
         "cut_too_long": rows.cut,
         "target_tokens": rows.target_tokens,
     }
 
 
-def described(rows: TrainingRows | None) -> list[str]:
+def described(material: Material) -> list[str]:
     """What a user should know of the data before training starts."""
+    rows = material.rows
     if rows is None:
         return []
     lines = [f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to learn"]
+    if material.also_asked:
+        lines.append(f"also asked in the test set: {material.also_asked:,} examples left out")
     if rows.dropped or rows.cut:
         lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
     return lines

@@ -22,6 +22,7 @@ from nalora.processes import is_first_process
 from nalora.progress import bars
 from nalora.training import liger
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
+from nalora.training.claim import claimed, step_of
 from nalora.training.folder import RunFolder
 from nalora.training.material import Material, described, kind_of, prepare, rows_summary
 from nalora.training.settings import Run
@@ -42,22 +43,22 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         Interrupted: stopped by Ctrl-C, with a checkpoint.
     """
     settings = run.settings
-    device = settings.device or loading.best_device()
+    device = loading.usable_device(settings.device)
     processes.meet(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
-    checkpoint = open_together(folder, run, resume, device)
-    if resume and folder.result.is_file():
-        console.print(f"{folder.path} is already finished", highlight=False)
-        return _read_result(folder)
-    task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
-    with console.status(f"loading {settings.model}"):
-        loaded = loading.load(settings.model_spec(kind_of(task, settings)))
-    material = prepare(task, loaded, settings)
-    for line in described(material.rows):
-        console.print(line, highlight=False)
-    with liger.contained(loaded.model) if settings.liger else contextlib.nullcontext():
-        return _train(run, loaded, material, folder, checkpoint, console)
+    with claimed(folder, run, resume=resume, device=device) as checkpoint:
+        if resume and folder.result.is_file():
+            console.print(f"{folder.path} is already finished", highlight=False)
+            return _read_result(folder)
+        task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
+        with console.status(f"loading {settings.model}"):
+            loaded = loading.load(settings.model_spec(kind_of(task, settings)))
+        material = prepare(task, loaded, settings)
+        for line in described(material):
+            console.print(line, highlight=False)
+        with liger.contained(loaded.model) if settings.liger else contextlib.nullcontext():
+            return _train(run, loaded, material, folder, checkpoint, console)
 
 
 def _train(
@@ -72,14 +73,14 @@ def _train(
     with bars(console, transient=True) as report:
         start = make_start(settings, material.dataset, material.collator, loaded.device, folder.path, report)
         model = run.method.prepare(material.model.train(), material.adapter, start)
-    if _step_of(checkpoint) >= start.steps:
+    if step_of(checkpoint) >= start.steps:
         # Killed before its result was written: from the checkpoint of its last step transformers would do one more.
         checkpoint = folder.latest_checkpoint(before=start.steps)
     stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
     trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
-    folder.forget_after(_step_of(checkpoint))
+    folder.forget_after(step_of(checkpoint))
     _keep_records(run, trainer, folder, loaded.model, material)
     began = time.perf_counter()
     if torch.cuda.is_available():
@@ -122,33 +123,6 @@ def _train(
     return result
 
 
-def open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Path | None:
-    """The checkpoint that all processes resume from, None for a start; what the first one refuses, all refuse.
-
-    Raises:
-        NALoRAError: the folder is another run's, or not every process can see it.
-    """
-    checkpoint, refused = None, None
-    if is_first_process():
-        try:
-            checkpoint = folder.open(run.to_dict(), resume=resume)
-        except NALoRAError as error:
-            refused = error
-    if processes.any_of(refused is not None, device):
-        raise refused or NALoRAError(
-            str(folder.path), found="that the first process refuses it", expected="its message", fix="do as that says"
-        )
-    step = processes.of_first(_step_of(checkpoint), device)
-    if processes.any_of(not folder.settings.is_file(), device):
-        raise NALoRAError(
-            str(folder.path),
-            found="a folder that not every process can see",
-            expected="one that all nodes share: checkpoints and starts are kept in it",
-            fix="give an output= on a shared file system",
-        )
-    return folder.checkpoints / f"checkpoint-{step}" if step else None
-
-
 @contextlib.contextmanager
 def _fused(trainer: Any) -> Iterator[None]:
     """The trainer's adapters as single functions, for the length of its training."""
@@ -176,10 +150,6 @@ def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, m
         trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
     if settings.diagnose_every:
         trainer.add_callback(OnlineDiagnosis(folder, run, material, controller))
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from nalora import methods, tasks
 from nalora.errors import NALoRAError
+from nalora.methods import optimizers
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
 from nalora.training.conversion import converted
@@ -213,6 +214,8 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     method = _method_of(given, problems)
     task_keys = _task_options(given, problems)
     options = _method_options(method, given, problems)
+    # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is told.
+    all_known = not problems and "task" in given
     known = [*own, *options, *task_keys]
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -221,12 +224,13 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
             values[key] = converted(key, value, hint, problems)
         elif key in task_keys:
             values[key] = value
-        else:
-            problems.append(f"{key}: no such setting{_nearest(key, known)}")
+        elif (near := _nearest(key, known, 0.6 if all_known else 0.9)) or all_known:
+            problems.append(f"{key}: no such setting{near}")
     problems += [f"{name}: missing" for name in ("model", "task") if name not in given]
     for name, holds, expected in _LIMITS:
         if isinstance(values.get(name), int | float) and not holds(values[name]):
             problems.append(f"{name}: {values[name]!r}, expected {expected}")
+    _refuse_optimizer(values.get("optimizer"), problems)
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")
@@ -237,7 +241,7 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
         try:
             prepared = method.build(**{key: value for key, value in values.items() if key in options})
         except NALoRAError as error:
-            problems.append(str(error))
+            problems.append(error.in_short)
     if problems or prepared is None:
         raise NALoRAError(
             where,
@@ -253,7 +257,7 @@ def _method_of(given: dict[str, Any], problems: list[str]) -> type[Method] | Non
     try:
         return methods.get(str(given.get("method", "lora")))
     except NALoRAError as error:
-        problems.append(str(error))
+        problems.append(error.in_short)
         return None
 
 
@@ -261,7 +265,7 @@ def _method_options(method: type[Method] | None, given: dict[str, Any], problems
     try:
         return method.options(given) if method else {}
     except NALoRAError as error:
-        problems.append(str(error))
+        problems.append(error.in_short)
         return {}
 
 
@@ -269,10 +273,18 @@ def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:
     try:
         return tasks.options(str(given["task"])) if "task" in given else []
     except NALoRAError as error:
-        problems.append(str(error))
+        problems.append(error.in_short)
         return []
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, 1)
+def _refuse_optimizer(name: Any, problems: list[str]) -> None:
+    try:
+        if isinstance(name, str):
+            optimizers.refuse_unknown(name)
+    except NALoRAError as error:
+        problems.append(error.in_short)
+
+
+def _nearest(key: str, known: Sequence[str], cutoff: float) -> str:
+    close = difflib.get_close_matches(key, known, 1, cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
