@@ -4,7 +4,7 @@ python results/findings.py [--check]
 
 A table stands between `<!-- STUDY -->` and `<!-- /STUDY -->`; results/store/STUDY.json, which
 `nalora study studies/STUDY.yaml --store results/store` writes, is what it says. `controls` is the table of all arms
-that were compared with controls of their own, `repeats` says how far trainings of one run lie apart.
+that were compared with controls of their own; `repeats` and `robustness` are what noise.py says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from collect import REPEATS, losses
+from noise import repeats, robustness
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
@@ -41,7 +41,7 @@ def filled(page: str, store: Path = HERE / "store") -> str:
     """The page with the table of every study that it has a place for."""
 
     def table(match: re.Match[str]) -> str:
-        others = {"controls": controls, "repeats": repeats}
+        others = {"controls": controls, "repeats": repeats, "robustness": robustness}
         name = match["study"]
         lines = others[name](store) if name in others else rows(_answer(store / f"{name}.json"))
         return match[1] + "\n".join(lines) + "\n" + match[3]
@@ -70,33 +70,11 @@ def controls(store: Path) -> list[str]:
     """Every arm beside the controls that its study names, in test loss."""
     lines = ["| | beside | difference, 95 % interval | verdict |", "|---|---|---|---|"]
     for file in sorted(store.glob("*.json")):
-        for each in _answer(file)["controls"].get(LOSS, []):
-            cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
-            lines.append(f"| {' | '.join(cells)} |")
+        for part in json.loads(file.read_text(encoding="utf-8")):
+            for each in part["controls"].get(LOSS, []):
+                cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
+                lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def repeats(store: Path) -> list[str]:
-    """How far trainings of one run, with one seed, came to lie apart: the lowest and the highest of its losses."""
-    apart: dict[str, list[float]] = {"validation": [], "test": []}
-    trainings: dict[str, list[dict[str, float]]] = {}
-    for line in (store.parent / REPEATS).read_text(encoding="utf-8").splitlines():
-        earlier = json.loads(line)
-        trainings.setdefault(earlier["run"], [losses(store / earlier["run"])]).append(earlier["losses"])
-    for each in trainings.values():
-        for asked in each[0]:
-            found = [told[asked] for told in each if asked in told]
-            if len(found) > 1:
-                apart["validation" if asked.endswith("-validation") else "test"].append(max(found) - min(found))
-    told = [
-        f"their {kind} losses lie {statistics.median(each):.4f} apart (median of {len(each)}; at most {max(each):.4f})"
-        for kind, each in apart.items()
-        if each
-    ]
-    return [
-        f"- **How much is noise?** {len(trainings)} runs were trained again with the same seed:",
-        f"  {', '.join(told)}.",
-    ]
 
 
 def _answer(file: Path) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""What trainings of one and the same run say of the noise: how far they lie apart, and which verdicts hang on it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from collect import REPEATS, losses
+
+from nalora.studies.comparison import Comparison, compare
+from nalora.studies.conduct import so_far
+from nalora.studies.study import read
+
+STUDIES = Path(__file__).parents[1] / "studies"
+
+
+def repeats(store: Path) -> list[str]:
+    """How far trainings of one run, with one seed, came to lie apart: the lowest and the highest of its losses."""
+    apart: dict[str, list[float]] = {"validation": [], "test": []}
+    found = trainings(store)
+    for run in found.values():
+        for asked in run[-1]:
+            told = [each[asked] for each in run if asked in each]
+            if len(told) > 1:
+                apart["validation" if asked.endswith("-validation") else "test"].append(max(told) - min(told))
+    sizes = [
+        f"their {kind} losses lie {statistics.median(each):.4f} apart (median of {len(each)}; at most {max(each):.4f})"
+        for kind, each in apart.items()
+        if each
+    ]
+    return [
+        f"- **How much is noise?** {len(found)} runs were trained again with the same seed:",
+        f"  {', '.join(sizes)}.",
+    ]
+
+
+def robustness(store: Path, study: str = "gsm8k") -> list[str]:
+    """What a study's verdicts would be if another training of its repeated runs counted."""
+    described = read(STUDIES / f"{study}.yaml")
+    progress = so_far(described, store)
+    repeated = trainings(store)
+    first: dict[str, dict[int, float]] = {}
+    mean: dict[str, dict[int, float]] = {}
+    for cell in progress.schedule.cells:
+        rate = progress.schedule.chosen_rate(cell, progress.results, progress.failed)
+        for job in progress.schedule.final(cell, rate) if rate is not None else []:
+            run = repeated.get(job.key, [losses(store / job.key)])
+            if told := [each[study] for each in run if study in each]:
+                first.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[0]
+                mean.setdefault(cell.arm.name, {})[job.settings["seed"]] = statistics.fmean(told)
+    return [
+        "- **Which training counts?** The later one, of which answers were asked.",
+        f"  Had the first one counted on {study}: {_told_apart(first, described.baseline)}.",
+        f"  With the mean of a run's trainings: {_told_apart(mean, described.baseline)}.",
+    ]
+
+
+def trainings(store: Path) -> dict[str, list[dict[str, float]]]:
+    """The losses of every training of a run that was trained more than once, the one that counts last."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for line in (store.parent / REPEATS).read_text(encoding="utf-8").splitlines():
+        earlier = json.loads(line)
+        found.setdefault(earlier["run"], []).append(earlier["losses"])
+    return {run: [*each, losses(store / run)] for run, each in found.items()}
+
+
+def _told_apart(values: dict[str, dict[int, float]], baseline: str) -> str:
+    """Which arms can be told from the baseline after correction, and how far they are from it."""
+    found = [each for each in compare(values, baseline, higher_is_better=False) if each.verdict in ("better", "worse")]
+    told = [
+        f"{verdict} than {baseline}: {_listed([each for each in found if each.verdict == verdict])}"
+        for verdict in ("better", "worse")
+        if any(each.verdict == verdict for each in found)
+    ]
+    return "; ".join(told) if told else f"nothing could be told from {baseline}"
+
+
+def _listed(found: list[Comparison]) -> str:
+    return ", ".join(f"{each.method} ({each.difference:+.4f})" for each in found)
