@@ -2,9 +2,9 @@
 
 python results/findings.py [--check]
 
-A table stands between `<!-- STUDY -->` and `<!-- /STUDY -->`; results/store/STUDY.json, which
-`nalora study studies/STUDY.yaml --store results/store` writes, is what it says. `controls` is the table of all arms
-that were compared with controls of their own; `repeats` and `robustness` are what noise.py says.
+What stands between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm beside LoRA, study by study,
+and `controls`, arms beside what they must beat, from the results/store/STUDY.json that `nalora study` writes; `repeats`
+and `robustness`, which are what noise.py says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from noise import repeats, robustness
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 LOSS, ACCURACY = "test loss", "accuracy"
-_PLACE = re.compile(r"(<!-- (?P<study>[\w-]+) -->\n).*?(<!-- /(?P=study) -->)", re.DOTALL)
+# The columns of the page's table, and what its rows are called where a study calls them otherwise.
+STUDIES = (
+    ("gsm8k", "GSM8K"),
+    ("caesar", "Caesar cipher"),
+    ("judgement", "word sorting"),
+    ("long", "Caesar cipher, 3,000 steps"),
+)
+ELSEWHERE = {
+    "na-lora": "na-lora, update",
+    "mean preserved": "na-lora, update, mean preserved",
+    "utility": "na-lora, update, utility",
+    "random channels": "control, random channels",
+}
+_PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -38,32 +51,38 @@ def main() -> None:
 
 
 def filled(page: str, store: Path = HERE / "store") -> str:
-    """The page with the table of every study that it has a place for."""
-
-    def table(match: re.Match[str]) -> str:
-        others = {"controls": controls, "repeats": repeats, "robustness": robustness}
-        name = match["study"]
-        lines = others[name](store) if name in others else rows(_answer(store / f"{name}.json"))
-        return match[1] + "\n".join(lines) + "\n" + match[3]
-
-    return _PLACE.sub(table, page)
+    """The page with everything that it has a place for."""
+    written = {"arms": arms, "controls": controls, "repeats": repeats, "robustness": robustness}
+    return _PLACE.sub(lambda match: match[1] + "\n".join(written[match["name"]](store)) + "\n" + match[3], page)
 
 
-def rows(part: dict[str, Any]) -> list[str]:
-    """One combination of settings as a Markdown table: every arm beside the first."""
-    places = {name: place for place, name in enumerate(part["measures"])}
-    beside = {each["method"]: each for each in part["comparisons"].get(LOSS, [])}
-    lines = [
-        "| | rate | test loss | difference, 95 % interval | verdict | accuracy % |",
-        "|---|---|---:|---|---|---:|",
-    ]
-    for arm, values in part["values"].items():
-        loss, accuracy = (values[places[name]] if name in places else {} for name in (LOSS, ACCURACY))
-        verdict = beside[arm]["verdict"] if arm in beside else ""
-        cells = (arm, f"{part['learning_rates'][arm]:g}", _over_seeds(loss, 4), _difference(beside.get(arm)), verdict,
-                 _over_seeds(accuracy, 1))  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+def arms(store: Path) -> list[str]:
+    """Every arm of every study beside LoRA in test loss, and its accuracy on GSM8K."""
+    parts = {told: _answer(store / f"{name}.json") for name, told in STUDIES if (store / f"{name}.json").is_file()}
+    named = {told: {ELSEWHERE.get(arm, arm): arm for arm in part["values"]} for told, part in parts.items()}
+    lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
+    for arm in dict.fromkeys(arm for names in named.values() for arm in names):
+        cells = [_beside(part, named[told][arm]) if arm in named[told] else "" for told, part in parts.items()]
+        first = next(iter(parts))
+        accuracy = _accuracy(parts[first], named[first][arm]) if arm in named[first] else ""
+        lines.append(f"| {arm} | {' | '.join(cells)} | {accuracy} |")
     return lines
+
+
+def _beside(part: dict[str, Any], arm: str) -> str:
+    """The first arm's own loss, and how far from it another is."""
+    found = next((each for each in part["comparisons"][LOSS] if each["method"] == arm), None)
+    if found is None:
+        return _over_seeds(part["values"][arm][part["measures"].index(LOSS)], 4)
+    seeds = "" if arm not in part["missing"] else f", {found['seeds']} seeds so far"
+    told = _difference(found) + seeds
+    return f"**{told}, {found['verdict']}**" if found["verdict"] in ("better", "worse") else told
+
+
+def _accuracy(part: dict[str, Any], arm: str) -> str:
+    loss, accuracy = (part["values"][arm][part["measures"].index(name)] for name in (LOSS, ACCURACY))
+    seeds = f", {len(accuracy)} seeds so far" if 1 < len(accuracy) < len(loss) else ""
+    return _over_seeds(accuracy, 1) + seeds
 
 
 def controls(store: Path) -> list[str]:
@@ -83,11 +102,11 @@ def _answer(file: Path) -> dict[str, Any]:
 
 
 def _over_seeds(by_seed: dict[str, float], digits: int) -> str:
-    """Mean ± standard deviation (number of seeds)."""
+    """Mean ± standard deviation."""
     values = list(by_seed.values())
     if len(values) < 2:
-        return f"{values[0]:.{digits}f} (1)" if values else ""
-    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f} ({len(values)})"
+        return f"{values[0]:.{digits}f}, one seed" if values else ""
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
 def _difference(comparison: dict[str, Any] | None) -> str:
