@@ -33,6 +33,15 @@ def test_a_missing_file_is_answered_with_the_command_that_helps(monkeypatch, tmp
         smollm2.find_gguf()
 
 
+def test_without_the_package_that_reads_it_the_command_that_helps_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    with pytest.raises(NALoRAError, match="pip install gguf"):
+        smollm2.dense_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """The cache in a fresh folder; a list of the folders the slow step was asked to fill."""

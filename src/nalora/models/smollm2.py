@@ -58,7 +58,7 @@ def dense_folder() -> Path:
     """The folder with the dense model, made on the first call.
 
     Raises:
-        NALoRAError: the wheel is not installed.
+        NALoRAError: the wheel is not installed, or nothing that reads it.
     """
     return _dequantised(find_gguf())
 
@@ -95,6 +95,10 @@ def _dequantised(gguf: Path) -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise NALoRAError(
+            gguf.name, found="no package gguf", expected="it, to read the file's weights", fix="pip install gguf"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
