@@ -191,6 +191,7 @@ def full_or_stopped(job: Job) -> None:
     dummies.pretend(job)
 
 
+@pytest.mark.slow
 def test_neither_a_full_disk_nor_a_process_that_was_told_to_end_is_a_failure(cluster, tmp_path):
     with pytest.raises(nalora.NALoRAError, match="the disk is full"):
         conduct(dummies.study(), tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))

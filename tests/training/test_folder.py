@@ -83,6 +83,7 @@ def test_a_stopped_run_goes_on_in_smaller_passes_and_saves_as_it_is_told_now(set
     assert len(losses(tmp_path / "run")) == 2 + 2, "two steps by themselves, then every second one"
 
 
+@pytest.mark.slow
 def test_a_run_begun_in_one_process_goes_on_in_two_with_half_the_passes(settings, tmp_path, monkeypatch):
     whole = settings | {"output": str(tmp_path / "whole")}
     train(check(whole))
