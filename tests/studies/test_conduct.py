@@ -140,6 +140,7 @@ def stop_the_best_once(job):
     dummies.pretend(job)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_only_its_own_job(tmp_path):
     progress = conduct(dummies.study(), tmp_path, LocalEngine(2, do=die_with_one_seed))
     assert len(progress.failed) == 2
@@ -153,6 +154,7 @@ def die_with_one_seed(job):
     dummies.pretend(job)
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_fit_beside_each_other_are_done_beside_fewer(tmp_path):
     (tmp_path / "fit").write_text("1")
     engine = LocalEngine(3, do=share_a_small_gpu)
@@ -291,6 +293,7 @@ print(sorted(progress.results), {*progress.failed.values()})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
     reason="nobody but root may mount a file system here",

@@ -83,6 +83,7 @@ def test_workers_are_on_the_gpus_that_the_study_may_use(two_gpus, workers, monke
     assert [worker.gpu for worker in workers] == expected * 2
 
 
+@pytest.mark.slow
 def test_a_worker_sees_its_gpu_alone(job, two_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     engine = LocalEngine(1, do=say_which_gpu)
@@ -165,6 +166,7 @@ def lose_the_gpu_or_say_who(job):
     log_of(job).with_suffix(".who").write_text(str(os.getpid()))
 
 
+@pytest.mark.slow
 def test_after_a_lost_gpu_the_next_run_has_a_process_of_its_own(tmp_path):
     study = dummies.study(arms={"lora": {"method": "lora"}}, learning_rates=[1e-3])
     first, second, third = Schedule(study, str(tmp_path)).open_jobs({}, {})
@@ -206,6 +208,7 @@ def hear_nothing(job):
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_end_is_killed(job, monkeypatch):
     monkeypatch.setattr("nalora.studies.engines._SECONDS_TO_END", 0.3)
     engine = LocalEngine(1, do=hear_nothing)
