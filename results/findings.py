@@ -19,9 +19,11 @@ from typing import Any
 
 from noise import repeats, robustness
 
+from nalora.studies.answer import LOSS
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
-LOSS, ACCURACY = "test loss", "accuracy"
+ACCURACY = "accuracy"
 # The columns of the page's table, and what its rows are called where a study calls them otherwise.
 STUDIES = (
     ("gsm8k", "GSM8K"),
@@ -58,7 +60,7 @@ def filled(page: str, store: Path = HERE / "store") -> str:
 
 def arms(store: Path) -> list[str]:
     """Every arm of every study beside LoRA in test loss, and its accuracy on GSM8K."""
-    parts = {told: _answer(store / f"{name}.json") for name, told in STUDIES if (store / f"{name}.json").is_file()}
+    parts = answers(store)
     named = {told: {ELSEWHERE.get(arm, arm): arm for arm in part["values"]} for told, part in parts.items()}
     lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
     for arm in dict.fromkeys(arm for names in named.values() for arm in names):
@@ -96,9 +98,13 @@ def controls(store: Path) -> list[str]:
     return lines
 
 
-def _answer(file: Path) -> dict[str, Any]:
-    (part,) = json.loads(file.read_text(encoding="utf-8"))
-    return dict(part)
+def answers(store: Path) -> dict[str, dict[str, Any]]:
+    """What the page's studies came to, as far as they have been run, by what they are called there."""
+    found = {}
+    for name, told in STUDIES:
+        if (file := store / f"{name}.json").is_file():
+            (found[told],) = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 def _over_seeds(by_seed: dict[str, float], digits: int) -> str:

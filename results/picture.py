@@ -10,25 +10,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from findings import answers
+
 from nalora.report.drawing import COLOURS, GREY, look, panels, title
+from nalora.studies.answer import LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STORE = Path(__file__).parent / "store"
 TARGET = Path(__file__).parents[1] / "docs" / "figures" / "findings.svg"
-LOSS = "test loss"
-# A panel for each study: its name and what it is of.
-STUDIES = (
-    ("gsm8k", "GSM8K, one epoch"),
-    ("caesar", "Caesar cipher, 300 steps"),
-    ("judgement", "word sorting, 300 steps"),
-    ("long", "Caesar cipher, 3,000 steps"),
-)
 
 
 def main() -> None:
-    shown = {told: compared(name) for name, told in STUDIES if (STORE / f"{name}.json").is_file()}
+    shown = compared()
     with look():
         figure, axes = panels(1, len(shown), 4.0 * len(shown), 3.6)
         for axis, (told, comparisons) in zip(axes, shown.items(), strict=True):
@@ -40,16 +35,17 @@ def main() -> None:
     print(TARGET)
 
 
-def compared(name: str) -> list[dict[str, Any]]:
-    """The arms of a study that have all their seeds, beside LoRA."""
-    (part,) = json.loads((STORE / f"{name}.json").read_text(encoding="utf-8"))
-    return [each for each in part["comparisons"][LOSS] if each["method"] not in part["missing"]]
+def compared() -> dict[str, list[dict[str, Any]]]:
+    """The arms of each study that have all their seeds, beside LoRA."""
+    return {
+        told: [each for each in part["comparisons"][LOSS] if each["method"] not in part["missing"]]
+        for told, part in answers(STORE).items()
+    }
 
 
 def digest() -> str:
     """Of all that is drawn; it stands in the picture, so that anybody can see whether that is up to date."""
-    numbers = [compared(name) for name, _ in STUDIES if (STORE / f"{name}.json").is_file()]
-    return "results " + hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+    return "results " + hashlib.sha256(json.dumps(compared()).encode()).hexdigest()[:16]
 
 
 def draw(axis: Axes, comparisons: list[dict[str, Any]]) -> None:

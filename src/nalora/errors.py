@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class NALoRAError(RuntimeError):
     """Something nalora refuses to do, said so that it can be mended.
@@ -21,3 +24,12 @@ class NALoRAError(RuntimeError):
     def in_short(self) -> str:
         """The same as one of several problems, whose list ends with a fix of its own."""
         return f"{self.where}: {self.found}, expected {self.expected} ({self.fix})"
+
+
+@contextlib.contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Take what is refused inside as one of several problems, which are told together."""
+    try:
+        yield
+    except NALoRAError as error:
+        problems.append(error.in_short)

@@ -146,9 +146,7 @@ class GateObserver:
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and self._first_pass_learned:
             return False
-        if self.gradient_arrived and self._was_stepped_elsewhere():
-            self.abandon()
-        if self.gradient_arrived and self.gradient_is_gone():
+        if self.gradient_arrived and (self._was_stepped_elsewhere() or self.gradient_is_gone()):
             self.abandon()
         if self.applied():
             raise NALoRAError(

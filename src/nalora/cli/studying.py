@@ -62,15 +62,14 @@ def study(
         from nalora.evaluation.differences import distributions
 
         distributions()  # what the answer needs is asked for now, not after hours of runs
+    if known and not store.is_dir():
+        raise NALoRAError(
+            str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
+        )
+    _make_ready(store)
     if known:
-        if not store.is_dir():
-            raise NALoRAError(
-                str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
-            )
-        _make_ready(store)
         _tell(screen, described, so_far(described, store), store)
         return
-    _make_ready(store)
     from rich.live import Live
 
     ray = {"address": address, "cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries}

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, noted
 from nalora.studies.checks import RATES, problems_of_shape, repeated_keys
 from nalora.training.settings import Run, check
 
@@ -195,8 +195,6 @@ def _problems_of_runs(study: Study) -> list[str]:
             if not arm.learning_rates:
                 problems.append(f"arm {arm.name}: no learning rates")
                 continue
-            try:
+            with noted(problems):
                 study.run(cell, arm, arm.learning_rates[0], arm.seeds[0])
-            except NALoRAError as error:
-                problems.append(error.in_short)
     return list(dict.fromkeys(problems))

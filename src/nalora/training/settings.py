@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora import methods, tasks
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, noted
 from nalora.methods import optimizers
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
@@ -211,9 +211,15 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     """
     problems: list[str] = []
     own = {each.name: each for each in dataclasses.fields(RunSettings)}
-    method = _method_of(given, problems)
-    task_keys = _task_options(given, problems)
-    options = _method_options(method, given, problems)
+    method: type[Method] | None = None
+    task_keys: list[str] = []
+    options: dict[str, Any] = {}
+    with noted(problems):
+        method = methods.get(str(given.get("method", "lora")))
+    with noted(problems):
+        task_keys = tasks.options(str(given["task"])) if "task" in given else []
+    with noted(problems):
+        options = method.options(given) if method else {}
     # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is told.
     all_known = not problems and "task" in given
     known = [*own, *options, *task_keys]
@@ -230,7 +236,9 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     for name, holds, expected in _LIMITS:
         if isinstance(values.get(name), int | float) and not holds(values[name]):
             problems.append(f"{name}: {values[name]!r}, expected {expected}")
-    _refuse_optimizer(values.get("optimizer"), problems)
+    if isinstance(optimizer := values.get("optimizer"), str):
+        with noted(problems):
+            optimizers.refuse_unknown(optimizer)
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")
@@ -238,10 +246,8 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
         problems.append("fused_adapters: true beside kernels: fused, which fuses them too; leave one out")
     prepared = None
     if method and not problems:
-        try:
+        with noted(problems):
             prepared = method.build(**{key: value for key, value in values.items() if key in options})
-        except NALoRAError as error:
-            problems.append(error.in_short)
     if problems or prepared is None:
         raise NALoRAError(
             where,
@@ -251,38 +257,6 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
         )
     settings = RunSettings(**{key: value for key, value in values.items() if key in own})
     return Run(settings, prepared, {key: value for key, value in values.items() if key in task_keys})
-
-
-def _method_of(given: dict[str, Any], problems: list[str]) -> type[Method] | None:
-    try:
-        return methods.get(str(given.get("method", "lora")))
-    except NALoRAError as error:
-        problems.append(error.in_short)
-        return None
-
-
-def _method_options(method: type[Method] | None, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    try:
-        return method.options(given) if method else {}
-    except NALoRAError as error:
-        problems.append(error.in_short)
-        return {}
-
-
-def _task_options(given: dict[str, Any], problems: list[str]) -> list[str]:
-    try:
-        return tasks.options(str(given["task"])) if "task" in given else []
-    except NALoRAError as error:
-        problems.append(error.in_short)
-        return []
-
-
-def _refuse_optimizer(name: Any, problems: list[str]) -> None:
-    try:
-        if isinstance(name, str):
-            optimizers.refuse_unknown(name)
-    except NALoRAError as error:
-        problems.append(error.in_short)
 
 
 def _nearest(key: str, known: Sequence[str], cutoff: float) -> str:
