@@ -1,6 +1,4 @@
-"""Write the tables of docs/findings.md from what the studies came to.
-
-python results/findings.py [--check]
+"""The tables of docs/findings.md, from what the studies came to.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm beside LoRA, study by study,
 and `controls`, arms beside what they must beat, from the results/store/STUDY.json that `nalora study` writes; `repeats`
@@ -9,11 +7,9 @@ and `robustness`, which are what noise.py says.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +36,10 @@ ELSEWHERE = {
 _PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DOTALL)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 where the page is not up to date")
-    check = parser.parse_args().check
-    before = PAGE.read_text(encoding="utf-8")
-    after = filled(before)
-    if not check:
-        PAGE.write_text(after, encoding="utf-8")
-    elif before != after:
-        sys.exit(f"{PAGE} does not say what the studies came to: run python results/findings.py")
+def write() -> Path:
+    """Bring the page up to date; its path."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return PAGE
 
 
 def filled(page: str, store: Path = HERE / "store") -> str:
@@ -61,12 +51,12 @@ def filled(page: str, store: Path = HERE / "store") -> str:
 def arms(store: Path) -> list[str]:
     """Every arm of every study beside LoRA in test loss, and its accuracy on GSM8K."""
     parts = answers(store)
-    named = {told: {ELSEWHERE.get(arm, arm): arm for arm in part["values"]} for told, part in parts.items()}
+    names = {told: {named(arm): arm for arm in part["values"]} for told, part in parts.items()}
     lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
-    for arm in dict.fromkeys(arm for names in named.values() for arm in names):
-        cells = [_beside(part, named[told][arm]) if arm in named[told] else "" for told, part in parts.items()]
+    for arm in dict.fromkeys(arm for known in names.values() for arm in known):
+        cells = [_beside(part, names[told][arm]) if arm in names[told] else "" for told, part in parts.items()]
         first = next(iter(parts))
-        accuracy = _accuracy(parts[first], named[first][arm]) if arm in named[first] else ""
+        accuracy = _accuracy(parts[first], names[first][arm]) if arm in names[first] else ""
         lines.append(f"| {arm} | {' | '.join(cells)} | {accuracy} |")
     return lines
 
@@ -76,14 +66,14 @@ def _beside(part: dict[str, Any], arm: str) -> str:
     found = next((each for each in part["comparisons"][LOSS] if each["method"] == arm), None)
     if found is None:
         return _over_seeds(part["values"][arm][part["measures"].index(LOSS)], 4)
-    seeds = "" if arm not in part["missing"] else f", {found['seeds']} seeds so far"
+    seeds = "" if arm not in part["missing"] else f", {_so_far(found['seeds'])}"
     told = _difference(found) + seeds
     return f"**{told}, {found['verdict']}**" if found["verdict"] in ("better", "worse") else told
 
 
 def _accuracy(part: dict[str, Any], arm: str) -> str:
     loss, accuracy = (part["values"][arm][part["measures"].index(name)] for name in (LOSS, ACCURACY))
-    seeds = f", {len(accuracy)} seeds so far" if 1 < len(accuracy) < len(loss) else ""
+    seeds = f", {_so_far(len(accuracy))}" if 1 < len(accuracy) < len(loss) else ""
     return _over_seeds(accuracy, 1) + seeds
 
 
@@ -107,12 +97,21 @@ def answers(store: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def named(arm: str) -> str:
+    """What an arm is called in table and picture."""
+    return ELSEWHERE.get(arm, arm)
+
+
 def _over_seeds(by_seed: dict[str, float], digits: int) -> str:
     """Mean ± standard deviation."""
     values = list(by_seed.values())
     if len(values) < 2:
         return f"{values[0]:.{digits}f}, one seed" if values else ""
     return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def _so_far(seeds: int) -> str:
+    return "one seed so far" if seeds == 1 else f"{seeds} seeds so far"
 
 
 def _difference(comparison: dict[str, Any] | None) -> str:
@@ -123,7 +122,3 @@ def _difference(comparison: dict[str, Any] | None) -> str:
         return difference
     low, high = comparison["interval"]
     return f"{difference} ({low:+.4f} … {high:+.4f})"
-
-
-if __name__ == "__main__":
-    main()

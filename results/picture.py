@@ -1,7 +1,4 @@
-"""Draw docs/figures/findings.svg: every arm's distance from LoRA, study by study.
-
-python results/picture.py
-"""
+"""The picture of docs/findings.md: every arm's distance from LoRA, study by study."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from findings import answers
+from findings import answers, named
 
 from nalora.report.drawing import COLOURS, GREY, look, panels, title
 from nalora.studies.answer import LOSS
@@ -22,23 +19,31 @@ STORE = Path(__file__).parent / "store"
 TARGET = Path(__file__).parents[1] / "docs" / "figures" / "findings.svg"
 
 
-def main() -> None:
+def draw() -> Path:
+    """Draw it anew; its path."""
     shown = compared()
+    arms = list(dict.fromkeys(arm for comparisons in shown.values() for arm in comparisons))
     with look():
-        figure, axes = panels(1, len(shown), 4.0 * len(shown), 3.6)
+        figure, axes = panels(1, len(shown), 2.0 + 2.4 * len(shown), 1.4 + 0.2 * len(arms))
         for axis, (told, comparisons) in zip(axes, shown.items(), strict=True):
-            draw(axis, comparisons)
+            _lines(axis, comparisons, arms)
             axis.set_title(told)
-            axis.set_xlabel("test loss, difference to LoRA")
-        title(figure, "How far from LoRA, each at its best rate: 95 % intervals over seeds; coloured: distinguishable")
+            axis.set_yticks(range(len(arms)), arms if axis is axes[0] else [])
+        figure.supxlabel("test loss minus LoRA's: left of the line is better", fontsize="medium")
+        title(
+            figure,
+            "How far from LoRA, each at its best rate (95 % intervals; coloured: distinguishable after correction)",
+        )
         figure.savefig(TARGET, metadata={"Date": None, "Creator": "nalora", "Description": digest()})
-    print(TARGET)
+    return TARGET
 
 
-def compared() -> dict[str, list[dict[str, Any]]]:
+def compared() -> dict[str, dict[str, dict[str, Any]]]:
     """The arms of each study that have all their seeds, beside LoRA."""
     return {
-        told: [each for each in part["comparisons"][LOSS] if each["method"] not in part["missing"]]
+        told: {
+            named(each["method"]): each for each in part["comparisons"][LOSS] if each["method"] not in part["missing"]
+        }
         for told, part in answers(STORE).items()
     }
 
@@ -48,18 +53,13 @@ def digest() -> str:
     return "results " + hashlib.sha256(json.dumps(compared()).encode()).hexdigest()[:16]
 
 
-def draw(axis: Axes, comparisons: list[dict[str, Any]]) -> None:
-    """One line for each arm, the first on top."""
-    for place, each in enumerate(comparisons):
+def _lines(axis: Axes, comparisons: dict[str, dict[str, Any]], arms: list[str]) -> None:
+    """One line for each arm, the first on top, and an empty one where this study has not asked."""
+    for place, each in ((arms.index(arm), each) for arm, each in comparisons.items()):
         low, high = each["interval"]
         decided = each["verdict"] in ("better", "worse")
         colour = COLOURS[1] if decided else GREY
         axis.plot([low, high], [place, place], color=colour, linewidth=2)
-        axis.plot([each["difference"]], [place], "o", color=colour, markersize=6)
+        axis.plot([each["difference"]], [place], "o", color=colour, markersize=5)
     axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(comparisons)), [each["method"] for each in comparisons])
-    axis.set_ylim(len(comparisons) - 0.5, -0.5)
-
-
-if __name__ == "__main__":
-    main()
+    axis.set_ylim(len(arms) - 0.5, -0.5)

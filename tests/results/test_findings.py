@@ -11,6 +11,7 @@ import pytest
 
 from nalora.studies.answer import answer, in_markdown, write
 from nalora.studies.conduct import so_far
+from nalora.studies.page import write_page_of
 from nalora.studies.study import read
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,16 @@ def test_the_findings_tables_are_the_answers():
     page = (ROOT / "docs" / "findings.md").read_text()
     assert "<!-- arms -->\n|" in page
     assert script("findings").filled(page) == page
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.html")), ids=lambda file: file.stem)
+def test_a_report_shows_these_numbers(file, tmp_path):
+    def answer_in(page):
+        return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["answer"]
+
+    fresh = write_page_of(ROOT / "studies" / f"{file.stem}.yaml", STORE, tmp_path / "page.html")
+    assert answer_in(file.read_text()) == answer_in(fresh.read_text())
+    assert f"(../results/{file.name})" in (ROOT / "docs" / "findings.md").read_text()
 
 
 def test_the_picture_is_of_these_numbers():
