@@ -288,7 +288,7 @@ def test_get():
 
 
 def test_unknown_name():
-    with pytest.raises(NALoRAError, match=r"one of gelu, .*silu.*use 'silu'") as error:
+    with pytest.raises(NALoRAError, match=r"one of gelu, .*silu.*did you mean silu") as error:
         get("sillu")
     assert error.value.found == "'sillu'"
     with pytest.raises(NALoRAError, match="pass the elementwise function"):

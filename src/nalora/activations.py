@@ -7,7 +7,6 @@ elementwise function is served by autograd (`get`), or recognised by its values 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.nn.functional import gelu, mish, relu, silu, softplus
 
 from nalora import equations
 from nalora.equations import Elementwise
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 
 
 class CharacteristicPoints(NamedTuple):
@@ -90,12 +89,11 @@ def get(activation: str | Activation | Elementwise) -> Activation:
     if not isinstance(activation, str):
         return _by_autograd(activation)
     if activation not in _BY_NAME:
-        near = difflib.get_close_matches(activation, _BY_NAME, n=1)
         raise NALoRAError(
             "activation",
             found=repr(activation),
             expected=f"one of {', '.join(sorted(_BY_NAME))}",
-            fix=f"use {near[0]!r}" if near else "pass the elementwise function itself",
+            fix=did_you_mean(activation, _BY_NAME, "pass the elementwise function itself"),
         )
     return _BY_NAME[activation]
 

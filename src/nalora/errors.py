@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class NALoRAError(RuntimeError):
@@ -33,3 +34,9 @@ def noted(problems: list[str]) -> Iterator[None]:
         yield
     except NALoRAError as error:
         problems.append(error.in_short)
+
+
+def did_you_mean(given: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """The fix for a name that is not known: the nearest that are, or what else helps."""
+    close = difflib.get_close_matches(given, list(known), most, cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise

@@ -45,7 +45,8 @@ def test_an_own_activation_is_listed_with_its_points_and_drawn(activations, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("sillu", "use 'silu'"), ("torch:logsumexp", "elementwise"), ("none.py:f", "no such file")]
+    ("name", "said"),
+    [("sillu", "did you mean silu"), ("torch:logsumexp", "elementwise"), ("none.py:f", "no such file")],
 )
 def test_a_mistake_is_one_line(activations, name, said):
     code, out, err = activations(name)

@@ -49,7 +49,7 @@ def test_mistakes_are_named_before_anything_is_loaded(run, recipe):
     assert "rnk: no such setting (did you mean rank?)" in err
     code, _, err = run("evaluate", recipe.parent / "base", "--task", "gsm9k")
     assert code == 2
-    assert "did you mean 'gsm8k'?" in err
+    assert "did you mean gsm8k?" in err
 
 
 @pytest.mark.parametrize(("command", "parts"), [
@@ -70,7 +70,7 @@ def test_a_mistyped_run_is_no_model_without_a_task(run, recipe, tmp_path):
     code, _, err = run("evaluate", tmp_path / "laptp")
     assert code == 2
     assert "laptp: found no run there" in err
-    assert f"did you mean {tmp_path / 'laptop'}?" in err
+    assert "did you mean laptop?" in err
     (tmp_path / "other").mkdir()
     assert "found no run in that folder" in run("evaluate", tmp_path / "other")[2]
     for model in (tmp_path / "base", "smollm2-135m"):

@@ -42,7 +42,7 @@ def test_full_lets_everything_learn_but_not_a_quantised_model():
 
 
 def test_an_unknown_method_names_the_nearest():
-    with pytest.raises(nalora.NALoRAError, match="did you mean 'na-lora'"):
+    with pytest.raises(nalora.NALoRAError, match="did you mean na-lora"):
         methods.get("nalora")
 
 

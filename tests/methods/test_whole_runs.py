@@ -159,7 +159,7 @@ def test_a_bf16_base_learns(settings, tmp_path, options):
         ({"method": "na-lora", "on": "adalora"}, "its ranks are allocated"),
         ({"method": "na-lora", "on": "lora-pro"}, "solved for together"),
         ({"method": "na-lora", "on": "na-lora"}, "controlled already"),
-        ({"method": "na-lora", "on": "pisa"}, "did you mean 'pissa'"),
+        ({"method": "na-lora", "on": "pisa"}, "did you mean pissa"),
         ({"method": "pissa", "iteration": 4}, "did you mean iterations"),
         ({"method": "lora+", "ratio": 0}, "λ > 0"),
     ],

@@ -131,7 +131,7 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
         ({"arms": {}}, "arms: missing or empty"),
         ({"over": {"rank": []}}, "over.rank: an empty grid"),
         ({"learning_rates": []}, "learning_rates: an empty list"),
-        ({"arms": {"lora": {"method": "lorra"}}}, "did you mean 'lora'"),
+        ({"arms": {"lora": {"method": "lorra"}}}, "did you mean lora"),
         ({"arms": {"lora": {"method": "lora", "output": "here"}}}, "output is the study's to give"),
         ({"settings": {"model": "m", "task": "gym/chain_sum", "stepps": 3}}, "did you mean steps"),
         ({"seed": [0]}, "seed: no such part"),

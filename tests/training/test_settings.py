@@ -37,7 +37,7 @@ def test_every_problem_is_named_at_once():
     })  # fmt: skip
     assert "problems: " in said
     for part in (
-        "did you mean 'gsm8k'", "model: missing", "learnin_rate: no such setting (did you mean learning_rate?)",
+        "did you mean gsm8k", "model: missing", "learnin_rate: no such setting (did you mean learning_rate?)",
         "rank: 0, expected 1 or more", "seed: 'zero', expected a whole number", "schedule: 'cosin', expected one of",
         "apply_to: 'weights', expected one of gradient, update", "packing: 'yes please', expected true or false",
         "batch_size: 32 is no multiple of micro_batch_size, 5",

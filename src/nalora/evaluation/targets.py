@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora import tasks
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 from nalora.evaluation.evaluate import evaluate
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
@@ -84,12 +83,11 @@ def _nothing_to_ask(folder: RunFolder) -> NALoRAError:
     if (len(path.parts) == 1 and not path.is_dir()) or (path / "config.json").is_file():
         return NALoRAError(str(path), found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
     runs = [each.parent.name for each in path.parent.glob("*/run.yaml")]
-    close = [str(path.parent / name) for name in difflib.get_close_matches(path.name, runs, 1)]
     return NALoRAError(
         str(path),
         found="no run in that folder" if path.is_dir() else "no run there: no such folder",
         expected="a folder that `nalora train` wrote, or a model with --task NAME",
-        fix=f"did you mean {close[0]}?" if close else "check the path; for a model add --task (see `nalora tasks`)",
+        fix=did_you_mean(path.name, runs, "check the path; for a model add --task (see `nalora tasks`)"),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import pkgutil
@@ -10,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from nalora import python_files
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
 
 __all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
@@ -37,12 +36,11 @@ def get(name: str) -> type[Method]:
     if name.endswith(".py"):
         return _of_file(Path(name))
     if name not in _known():
-        close = difflib.get_close_matches(name, names(), 1)
         raise NALoRAError(
             f"method {name!r}",
             found="no method of that name",
             expected=f"one of {', '.join(names())}, or a Python file with METHODS",
-            fix=f"did you mean {close[0]!r}?" if close else "see `nalora methods`",
+            fix=did_you_mean(name, names(), "see `nalora methods`"),
         )
     return _known()[name]
 

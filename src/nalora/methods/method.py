@@ -71,12 +71,8 @@ class Method:
     @classmethod
     def options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of this method by name, with their types; `given` is all that the run says."""
-        return {field.name: cls.type_of(field.name) for field in dataclasses.fields(cls)}
-
-    @classmethod
-    def type_of(cls, field: str) -> Any:
-        """The type of one of the class's own settings."""
-        return typing.get_type_hints(cls)[field]
+        types = typing.get_type_hints(cls)
+        return {field.name: types[field.name] for field in dataclasses.fields(cls)}
 
     @classmethod
     def build(cls, **settings: Any) -> Method:

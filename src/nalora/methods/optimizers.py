@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Muon, Optimizer
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 
 MUON = "muon"
 
@@ -32,12 +31,11 @@ def refuse_unknown(name: str) -> None:
     # transformers takes seconds to import: not for the two that nearly every run names.
     if name in ("adamw_torch", MUON) or name in names():
         return
-    close = difflib.get_close_matches(name, names(), 3, cutoff=0.5)
     raise NALoRAError(
         f"optimizer {name!r}",
         found="no optimizer of that name",
         expected=f"one of transformers' (adamw_torch, sgd, adafactor, …) or {MUON}",
-        fix=f"did you mean {' or '.join(close)}?" if close else "use adamw_torch",
+        fix=did_you_mean(name, names(), "use adamw_torch", most=3, cutoff=0.5),
     )
 
 

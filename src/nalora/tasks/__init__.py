@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 from nalora.tasks.task import Example, Scores, Task
 
 __all__ = ["Example", "Scores", "Task", "described", "get", "names", "options"]
@@ -66,12 +65,11 @@ def module_of(name: str) -> str:
     if name.startswith(_GYM):
         return "nalora.tasks.gym"
     if name not in _MODULES:
-        close = difflib.get_close_matches(name, [*_MODULES], 1)
         raise NALoRAError(
             f"task {name!r}",
             found="no task of that name",
             expected=f"one of {', '.join(names())}",
-            fix=f"did you mean {close[0]!r}?" if close else "see `nalora tasks`",
+            fix=did_you_mean(name, _MODULES, "see `nalora tasks`"),
         )
     return f"nalora.tasks.{_MODULES[name]}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import random
 import re
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 from nalora.tasks.task import Example, Scores, Task
 
 # Item i of a dataset is drawn from its seed + i: seeds 0 and 1 share all items but one. So training and test sets,
@@ -235,12 +234,11 @@ def refuse_unknown_family(name: str) -> None:
         return
     family = name.partition("/")[2]
     if family not in DATASETS:
-        close = difflib.get_close_matches(family, [*DATASETS], 3, cutoff=0.4)
         raise NALoRAError(
             name,
             found=f"no family {family!r}",
             expected=f"one of the {len(DATASETS)} of reasoning-gym",
-            fix=f"did you mean {' or '.join(close)}?" if close else "see reasoning_gym.factory.DATASETS",
+            fix=did_you_mean(family, DATASETS, "see reasoning_gym.factory.DATASETS", most=3, cutoff=0.4),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora import methods, tasks
-from nalora.errors import NALoRAError, noted
+from nalora.errors import NALoRAError, did_you_mean, noted
 from nalora.methods import optimizers
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
@@ -210,7 +210,7 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
         NALoRAError: every problem at once.
     """
     problems: list[str] = []
-    own = {each.name: each for each in dataclasses.fields(RunSettings)}
+    own = _types()
     method: type[Method] | None = None
     task_keys: list[str] = []
     options: dict[str, Any] = {}
@@ -226,12 +226,12 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in own or key in options:
-            hint = typing.get_type_hints(RunSettings)[key] if key in own else options[key]
+            hint = own[key] if key in own else options[key]
             values[key] = converted(key, value, hint, problems)
         elif key in task_keys:
             values[key] = value
-        elif (near := _nearest(key, known, 0.6 if all_known else 0.9)) or all_known:
-            problems.append(f"{key}: no such setting{near}")
+        elif (near := did_you_mean(key, known, "", cutoff=0.6 if all_known else 0.9)) or all_known:
+            problems.append(f"{key}: no such setting" + (f" ({near})" if near else ""))
     problems += [f"{name}: missing" for name in ("model", "task") if name not in given]
     for name, holds, expected in _LIMITS:
         if isinstance(values.get(name), int | float) and not holds(values[name]):
@@ -259,6 +259,7 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
     return Run(settings, prepared, {key: value for key, value in values.items() if key in task_keys})
 
 
-def _nearest(key: str, known: Sequence[str], cutoff: float) -> str:
-    close = difflib.get_close_matches(key, known, 1, cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
+@functools.cache
+def _types() -> dict[str, Any]:
+    """The settings that every run has, with their types. Kept: a study asks for each of its runs."""
+    return typing.get_type_hints(RunSettings)
