@@ -27,7 +27,7 @@ def find(name: str) -> Activation:
         try:
             return get(name)
         except NALoRAError as error:
-            more = f"{error.fix}, or give your own as module:function or file.py:name"
+            more = f"{error.fix} (or give your own as module:function or file.py:name)"
             raise NALoRAError(error.where, found=error.found, expected=error.expected, fix=more) from None
     place, _, attribute = name.rpartition(":")
     return own(_attribute(name, _module(name, place), attribute), called=attribute)

@@ -284,33 +284,44 @@ def _every_chart_draws_or_says_why(browser, report) -> str:
     return text
 
 
-def test_ten_long_runs_stay_small_and_open_at_once(browser, tmp_path):
-    """Two seconds until the first chart is drawn, by the processor time of the page's own process.
-
-    A clock on the wall would measure what else runs here too, so the test prints it and does not judge by it. The words
-    and tables are there at the load event, before the charting library is read.
-    """
-    first = write_run(tmp_path, name="run-0", steps=3000, layers=32, width=2048, channels=True)
+@pytest.fixture(scope="module")
+def ten_long_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ten")
+    first = write_run(folder, name="run-0", steps=3000, layers=32, width=2048, channels=True)
     for seed in range(1, 10):
-        run = write_run(tmp_path, name=f"run-{seed}", seed=seed, steps=3000, layers=32, width=2048, gates=False)
+        run = write_run(folder, name=f"run-{seed}", seed=seed, steps=3000, layers=32, width=2048, gates=False)
         shutil.copy(first / "gates.jsonl", run / "gates.jsonl")  # writing it takes longer than all the rest
-    large = write_report(read_runs([tmp_path]), tmp_path / "report.html")
-    assert large.stat().st_size < 15e6
-    for _ in range(5):
-        context = browser.new_context(viewport={"width": 1600, "height": 1000})
-        page = context.new_page()
-        session = context.new_cdp_session(page)
-        session.send("Performance.enable")
-        before, began = _process_seconds(session), time.perf_counter()
-        page.goto(large.resolve().as_uri())
-        loaded = time.perf_counter() - began
-        page.wait_for_function("document.querySelector('#plot-loss .main-svg')", polling=20)
-        wall, spent = time.perf_counter() - began, _process_seconds(session) - before
-        context.close()
-        print(f"loaded after {loaded:.2f} s, first chart after {wall:.2f} s, {spent:.2f} s of processor time")
-        if spent < 2:
-            break
-    assert spent < 2, f"{spent:.2f} s of processor time until the first chart ({wall:.2f} s on the wall)"
+    return write_report(read_runs([folder]), folder / "report.html")
+
+
+def test_ten_long_runs_stay_small_and_open_as_one_short_one_does(browser, ten_long_runs, tmp_path):
+    """Whatever else this machine does: most of the time until the first chart is plotly.js being read, in any page."""
+    assert ten_long_runs.stat().st_size < 15e6
+    write_run(tmp_path, name="short", steps=20)
+    short = write_report(read_runs([tmp_path]), tmp_path / "report.html")
+    spent = {path: min(_seconds_until_first_chart(browser, path) for _ in range(3)) for path in (short, ten_long_runs)}
+    assert spent[ten_long_runs] - spent[short] < 0.8
+
+
+@pytest.mark.slow
+def test_ten_long_runs_show_their_first_chart_within_two_seconds(browser, ten_long_runs):
+    assert min(_seconds_until_first_chart(browser, ten_long_runs) for _ in range(5)) < 2
+
+
+def _seconds_until_first_chart(browser, path):
+    """Processor time of the page's own process; a clock on the wall would measure what else runs here too."""
+    context = browser.new_context(viewport={"width": 1600, "height": 1000})
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Performance.enable")
+    before, began = _process_seconds(session), time.perf_counter()
+    page.goto(path.resolve().as_uri())
+    loaded = time.perf_counter() - began
+    page.wait_for_function("document.querySelector('#plot-loss .main-svg')", polling=20)
+    wall, spent = time.perf_counter() - began, _process_seconds(session) - before
+    context.close()
+    print(f"loaded after {loaded:.2f} s, first chart after {wall:.2f} s, {spent:.2f} s of processor time")
+    return spent
 
 
 def _process_seconds(session) -> float:
