@@ -1,8 +1,8 @@
 """The tables of docs/findings.md, from what the studies came to.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm beside LoRA, study by study,
-and `controls`, arms beside what they must beat, from the results/store/STUDY.json that `nalora study` writes; `repeats`
-and `robustness`, which are what noise.py says.
+`controls`, arms beside what they must beat, and `page`, what is left when all of these are one family, from the
+results/store/STUDY.json that `nalora study` writes; `repeats` and `robustness`, which are what noise.py says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from noise import repeats, robustness
 
 from nalora.studies.answer import LOSS
+from nalora.studies.comparison import ALPHA, holm
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
@@ -44,7 +45,7 @@ def write() -> Path:
 
 def filled(page: str, store: Path = HERE / "store") -> str:
     """The page with everything that it has a place for."""
-    written = {"arms": arms, "controls": controls, "repeats": repeats, "robustness": robustness}
+    written = {"arms": arms, "controls": controls, "page": whole_page, "repeats": repeats, "robustness": robustness}
     return _PLACE.sub(lambda match: match[1] + "\n".join(written[match["name"]](store)) + "\n" + match[3], page)
 
 
@@ -67,6 +68,8 @@ def _beside(part: dict[str, Any], arm: str) -> str:
     if found is None:
         return _over_seeds(part["values"][arm][part["measures"].index(LOSS)], 4)
     seeds = "" if arm not in part["missing"] else f", {_so_far(found['seeds'])}"
+    if found["interval"] is None:  # one seed, whose partner may be the one that went astray
+        return _so_far(found["seeds"])
     told = _difference(found) + seeds
     return f"**{told}, {found['verdict']}**" if found["verdict"] in ("better", "worse") else told
 
@@ -86,6 +89,22 @@ def controls(store: Path) -> list[str]:
                 cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def whole_page(store: Path) -> list[str]:
+    """What can be told apart when every comparison in test loss that the page shows counts as one of many."""
+    p_values = {
+        f"{told}: {each['method']} beside {each['baseline']}": each["p"]
+        for told, part in answers(store).items()
+        for family in (part["comparisons"], part["controls"])
+        for each in family.get(LOSS, [])
+        if each["p"] is not None
+    }
+    left = [f"{claim} (p = {p:.2g})" for claim, p in holm(p_values).items() if p <= ALPHA]
+    return [
+        f"- **Corrected over the whole page**, all {len(p_values)} comparisons in test loss in both tables, leaves:",
+        f"  {'; '.join(left) or 'nothing'}.",
+    ]
 
 
 def answers(store: Path) -> dict[str, dict[str, Any]]:
@@ -114,11 +133,6 @@ def _so_far(seeds: int) -> str:
     return "one seed so far" if seeds == 1 else f"{seeds} seeds so far"
 
 
-def _difference(comparison: dict[str, Any] | None) -> str:
-    if comparison is None:
-        return ""
-    difference = f"{comparison['difference']:+.4f}"
-    if comparison["interval"] is None:
-        return difference
+def _difference(comparison: dict[str, Any]) -> str:
     low, high = comparison["interval"]
-    return f"{difference} ({low:+.4f} … {high:+.4f})"
+    return f"{comparison['difference']:+.4f} ({low:+.4f} … {high:+.4f})"

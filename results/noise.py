@@ -1,4 +1,7 @@
-"""What trainings of one and the same run say of the noise: how far they lie apart, and which verdicts hang on it."""
+"""What trainings of one and the same run say of the noise: how far they lie apart, and which verdicts hang on it.
+
+GSM8K has a second LoRA: NA-LoRA with mask and scales off is LoRA bit for bit, with the same seeds, trained once more.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from pathlib import Path
 
 from collect import REPEATS, losses
 
-from nalora.studies.comparison import Comparison, compare
+from nalora.studies.comparison import Comparison, compare_pairs
 from nalora.studies.conduct import so_far
 from nalora.studies.study import read
 
+ALSO_LORA = "control, both off"
 STUDIES = Path(__file__).parents[1] / "studies"
 
 
@@ -42,6 +46,7 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
     repeated = trainings(store)
     first: dict[str, dict[int, float]] = {}
     mean: dict[str, dict[int, float]] = {}
+    later: dict[str, dict[int, float]] = {}
     for cell in progress.schedule.cells:
         rate = progress.schedule.chosen_rate(cell, progress.results, progress.failed)
         for job in progress.schedule.final(cell, rate) if rate is not None else []:
@@ -49,10 +54,13 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
             if told := [each[study] for each in run if study in each]:
                 first.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[0]
                 mean.setdefault(cell.arm.name, {})[job.settings["seed"]] = statistics.fmean(told)
+                later.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[-1]
+    arms = len(described.arms)
     return [
         "- **Which training counts?** The later one, of which answers were asked.",
-        f"  Had the first one counted on {study}: {_told_apart(first, described.baseline)}.",
-        f"  With the mean of a run's trainings: {_told_apart(mean, described.baseline)}.",
+        f"  Had the first one counted on {study}: {_told_apart(first, described.baseline, arms)}.",
+        f"  With the mean of a run's trainings: {_told_apart(mean, described.baseline, arms)}.",
+        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {_told_apart(later, ALSO_LORA, arms)}.',
     ]
 
 
@@ -65,9 +73,11 @@ def trainings(store: Path) -> dict[str, list[dict[str, float]]]:
     return {run: [*each, losses(store / run)] for run, each in found.items()}
 
 
-def _told_apart(values: dict[str, dict[int, float]], baseline: str) -> str:
+def _told_apart(values: dict[str, dict[int, float]], baseline: str, arms: int) -> str:
     """Which arms can be told from the baseline after correction, and how far they are from it."""
-    found = [each for each in compare(values, baseline, higher_is_better=False) if each.verdict in ("better", "worse")]
+    pairs = [(arm, baseline) for arm in values if arm != baseline]
+    compared = compare_pairs(values, pairs, higher_is_better=False, planned=arms - 1)
+    found = [each for each in compared if each.verdict in ("better", "worse")]
     told = [
         f"{verdict} than {baseline}: {_listed([each for each in found if each.verdict == verdict])}"
         for verdict in ("better", "worse")

@@ -42,7 +42,9 @@ def file(tmp_path):
 
 def test_known_names_and_aliases():
     assert find("swish") is get("silu")
-    with pytest.raises(NALoRAError, match=r"did you mean silu\? \(or give your own as module:function or file.py:name\)"):
+    with pytest.raises(
+        NALoRAError, match=r"did you mean silu\? \(or give your own as module:function or file.py:name\)"
+    ):
         find("sillu")
 
 

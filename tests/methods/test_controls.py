@@ -129,9 +129,24 @@ def test_scaled_lora_reads_another_runs_means(settings, tmp_path):
     trained(settings, tmp_path, "na", method="na-lora", apply_to="update")
     rows = [json.loads(line) for line in (tmp_path / "na" / "metrics.jsonl").read_text().splitlines()]
     factors = methods.get("lora-scaled")(like=str(tmp_path / "na")).factors()
-    assert factors.mask_mean == pytest.approx(sum(row["nalora/mask_mean"] for row in rows) / len(rows))
-    assert factors.up_scale == pytest.approx(sum(row["nalora/scale_up"] for row in rows) / len(rows))
+    ends = [0, *(row["step"] for row in rows)]
+    weights = [row["learning_rate"] * (row["step"] - before) for row, before in zip(rows, ends, strict=False)]
+    for ours, theirs in (("mask_mean", "mask_mean"), ("up_scale", "scale_up")):
+        mean = sum(weight * row[f"nalora/{theirs}"] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+        assert getattr(factors, ours) == pytest.approx(mean)
     trained(settings, tmp_path, "scaled", method="lora-scaled", like=str(tmp_path / "na"))
+
+
+def test_scaled_lora_counts_steps_by_their_size(tmp_path):
+    """The first row stands for one step of nearly nothing, the second for nine at the full rate."""
+    rows = [
+        {"step": step, "learning_rate": rate, "nalora/mask_mean": mask}
+        | {f"nalora/scale_{name}": 1.0 for name in ("gate", "up", "down")}
+        for step, rate, mask in ((1, 1e-5, 0.9), (10, 1e-3, 0.3))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    factors = methods.get("lora-scaled")(like=str(tmp_path)).factors()
+    assert factors.mask_mean == pytest.approx((1e-5 * 0.9 + 9e-3 * 0.3) / (1e-5 + 9e-3))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ def test_an_arm_that_diverged_with_some_seeds_is_not_compared_by_the_others():
     assert [each.method for each in part.comparisons["accuracy"]] == ["rslora", "dora"]
 
 
+def test_what_diverged_makes_nothing_easier_to_claim_of_the_rest():
+    finite = {"lora": [1.0, 1.1, 0.9, 1.0, 1.05], "rslora": [1.05, 1.12, 0.96, 1.01, 1.11]}
+    equal = {name: [1.0, 1.1, 0.9, 1.01, 1.04] for name in ("dora", "pissa")}
+    broken = {name: [*values[:4], math.inf] for name, values in equal.items()}
+    whole, rest = (of_losses({**finite, **others}).comparisons["test loss"][0] for others in (equal, broken))
+    assert whole.p == rest.p
+    assert whole.adjusted_p == rest.adjusted_p == pytest.approx(3 * rest.p)
+
+
 @pytest.mark.parametrize("diverged", [1, 3])
 def test_with_a_baseline_that_diverged_nothing_is_compared(diverged):
     part = of_losses({"lora": [math.inf] * diverged + [1.0] * (3 - diverged), "dora": [0.5, 0.6, 0.7]})

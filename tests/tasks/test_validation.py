@@ -17,7 +17,7 @@ from nalora.tasks.validation import hold_out, split_places
 @given(st.lists(st.text(min_size=1), unique=True, min_size=2, max_size=40), st.data())
 def test_the_two_parts_are_the_whole(ids, data):
     size = data.draw(st.integers(0, len(ids) - 1))
-    examples = [Example(each, "?") for each in ids]
+    examples = [Example(each, f"{each}?") for each in ids]
     learnt, held = hold_out(examples, size)
     assert len(held) == size
     assert sorted([*learnt, *held], key=lambda each: each.id) == sorted(examples, key=lambda each: each.id)
@@ -25,12 +25,33 @@ def test_the_two_parts_are_the_whole(ids, data):
 
 
 def test_order_does_not_matter_and_growth_hardly():
-    examples = [Example(f"example-{i}", "?") for i in range(1000)]
+    examples = [Example(f"example-{i}", f"{i}?") for i in range(1000)]
     shuffled = random.Random(0).sample(examples, 1000)
     held = {each.id for each in hold_out(examples, 100)[1]}
     assert held == {each.id for each in hold_out(shuffled, 100)[1]}
-    more = [*examples, *(Example(f"new-{i}", "?") for i in range(50))]
+    more = [*examples, *(Example(f"new-{i}", f"new {i}?") for i in range(50))]
     assert len(held & {each.id for each in hold_out(more, 100)[1]}) >= 85
+
+
+def test_copies_of_what_is_held_out_are_not_learnt_from():
+    """A generator with few questions draws each of them again and again."""
+    examples = [Example(f"draw-{i}", f"{i % 150}?", f"{i % 150}!") for i in range(1000)]
+    learnt, held = hold_out(examples, 100)
+    assert len(held) == 100
+    assert not {each.prompt for each in learnt} & {each.prompt for each in held}
+    asked = {each.prompt for each in held}
+    assert learnt == [each for each in examples if each.prompt not in asked]
+
+
+def test_one_prompt_with_many_answers_is_not_one_example():
+    examples = [Example(f"poem-{i}", "A poem, please.", f"Poem {i}") for i in range(50)]
+    learnt, held = hold_out(examples, 10)
+    assert (len(learnt), len(held)) == (40, 10)
+
+
+def test_copies_alone_are_nothing_to_learn_from():
+    with pytest.raises(nalora.NALoRAError, match="all of them copies"):
+        hold_out([Example(f"{i}", "?") for i in range(10)], 3)
 
 
 def test_everything_cannot_be_held_out():
@@ -52,6 +73,6 @@ def test_pictures_are_split_by_their_ids_and_none_is_decoded():
     learnt, held = (pictures.at(places) for places in split_places(pictures.ids, 20))
     assert images.fetched == 0
     assert (len(learnt), len(held)) == (30, 20)
-    assert held.ids == [each.id for each in hold_out([Example(id, "?") for id in ids], 20)[1]]
+    assert held.ids == [each.id for each in hold_out([Example(id, "") for id in ids], 20)[1]]
     assert [each.image for each in held] == [f"image {each.label}" for each in held]
     assert [each.id for each in learnt[:3]] == learnt.ids[:3]

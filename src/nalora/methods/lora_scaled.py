@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class LoRAScaled(LoRA):
     """LoRA whose FFN adapters learn at constant multiples of the learning rate.
 
     Args:
-        like: the folder of an NA-LoRA run; its mean step scales and mean mask are taken.
+        like: the folder of an NA-LoRA run; its mean step scales and mean mask are taken, steps by their learning rate.
         gate_scale: the gate projection's multiple.
         up_scale: the up projection's.
         down_scale: the down projection's.
@@ -88,16 +89,32 @@ class LoRAScaled(LoRA):
         file = Path(self.like) / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
         names = {f"{each}_scale": f"nalora/scale_{each}" for each in _PROJECTIONS} | {"mask_mean": "nalora/mask_mean"}
-        found = {ours: [row[theirs] for row in rows if theirs in row] for ours, theirs in names.items()}
-        if not all(found.values()):
+        logged = [row for row in rows if all(theirs in row for theirs in names.values())]
+        if not logged:
             raise NALoRAError(
                 f"like: {self.like}",
                 found="no metrics of NA-LoRA" if file.is_file() else "no metrics.jsonl",
                 expected="the folder of a finished NA-LoRA run",
                 fix="train one first, with method=na-lora",
             )
-        means = {name: sum(values) / len(values) for name, values in found.items()}
+        weights = _weights(logged)
+        means = {
+            ours: sum(weight * row[theirs] for weight, row in zip(weights, logged, strict=True)) / sum(weights)
+            for ours, theirs in names.items()
+        }
         return dataclasses.replace(self, like=None, **means)
+
+
+def _weights(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """How much of the way a row stands for: its learning rate times the steps since the row before.
+
+    In warmup the mask is still whole and the steps are small; a plain mean over rows would count them as any other.
+    """
+    steps = [row["step"] for row in rows]
+    weights = [
+        row["learning_rate"] * (step - before) for row, before, step in zip(rows, [0, *steps], steps, strict=False)
+    ]
+    return weights if sum(weights) > 0 else [1.0] * len(rows)
 
 
 def multiples_of(model: nn.Module, factors: LoRAScaled) -> dict[nn.Parameter, float]:

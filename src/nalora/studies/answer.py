@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
-from nalora.studies.comparison import Comparison, compare_pairs, sentence
+from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
 from nalora.studies.schedule import Cell, Schedule
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
@@ -90,9 +90,10 @@ def _part(
     others = [(cell.arm.name, baseline) for cell in cells if cell.arm.name != baseline]
     pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
     diverged = [told for each in (others, pairs) for name in names for told in _not_compared(values[name], each, name)]
-    comparisons = {name: _compared(each, others, name) for name, each in values.items()
+    seeds = {cell.arm.name: {*cell.arm.seeds} for cell in cells}
+    comparisons = {name: _compared(each, others, seeds, name) for name, each in values.items()
                    if baseline in each and not _diverged(each[baseline])}  # fmt: skip
-    controls = {name: _compared(each, pairs, name) for name, each in values.items()}
+    controls = {name: _compared(each, pairs, seeds, name) for name, each in values.items()}
     at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
     return Part(
         settings,
@@ -133,11 +134,14 @@ def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
     return values
 
 
-def _compared(values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], measure: str) -> list[Comparison]:
+def _compared(
+    values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], seeds: Mapping[str, set[int]], measure: str
+) -> list[Comparison]:
     """The pairs of which both are known and neither diverged: a mean over the seeds that went well would flatter."""
     finite = {arm: by_seed for arm, by_seed in values.items() if not _diverged(by_seed)}
     known = [pair for pair in pairs if finite.keys() >= {*pair}]
-    return compare_pairs(finite, known, higher_is_better=measure != LOSS)
+    planned = sum(len(seeds[arm] & seeds[baseline]) >= FEWEST_SEEDS for arm, baseline in pairs)
+    return compare_pairs(finite, known, higher_is_better=measure != LOSS, planned=planned)
 
 
 def _not_compared(values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], measure: str) -> list[str]:

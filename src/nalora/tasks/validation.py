@@ -12,11 +12,28 @@ from nalora.tasks.task import Example
 def hold_out(examples: Sequence[Example], size: int) -> tuple[list[Example], list[Example]]:
     """(what is learnt from, what is held out), both in their order.
 
+    A copy of what is held out is not learnt from: of 400 draws of reasoning-gym's Caesar cipher 280 are drawn again
+    among 10,000.
+
     Raises:
         NALoRAError: nothing would be left to learn from.
     """
-    learnt, held = split_places([each.id for each in examples], size)
-    return [examples[place] for place in learnt], [examples[place] for place in held]
+    learnt, held = ([examples[place] for place in places] for places in split_places([e.id for e in examples], size))
+    copies = {_text(each) for each in held if each.prompt}
+    others = [each for each in learnt if _text(each) not in copies]
+    if not others:
+        raise NALoRAError(
+            f"validation_size: {size}",
+            found=f"{len(learnt)} further training examples, all of them copies of what is held out",
+            expected="examples to learn from that are not held out",
+            fix="lower validation_size",
+        )
+    return others, held
+
+
+def _text(example: Example) -> tuple[str, ...]:
+    """All that is learnt from an example; what a picture shows is not in it, and its prompt is empty."""
+    return (example.prompt, *example.follow_ups, example.target)
 
 
 def split_places(ids: Sequence[str], size: int) -> tuple[list[int], list[int]]:
