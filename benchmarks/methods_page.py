@@ -108,10 +108,11 @@ def costs(rows: list[Row]) -> Iterator[str]:
 ## What each costs
 
 `python benchmarks/methods_cost.py`: each method with the run's own Trainer on a model of its own, r = 8 on all linear
-layers, bf16 base, one batch for all. A row is of the method's last run, and its ratios are to LoRA's step and peak in that
-same run, which may be an earlier one than that of LoRA's row and of the commit named. In the last run LoRA comes first and
-last, and what lies between those two is the machine. An eager step of the small model waits for Python, whose speed varied by
-a third over the run: there only AdaLoRA and DoRA stand out, and full fine-tuning, which has fewer launches."""
+layers, bf16 base, one batch for all. A row is of the method's last run, and its ratios are to LoRA's step and peak in
+that same run, which may be an earlier one than that of LoRA's row and of the commit named. In the last run LoRA comes
+first and last, and what lies between those two is the machine. An eager step of the small model waits for Python,
+whose speed varied by a third over the run: there only AdaLoRA and DoRA stand out, and full fine-tuning, which has
+fewer launches."""
     for setting in settings(rows, "methods"):
         found = latest(rows, setting)
         yield f"\n### {setting}\n\n{measured_on(found[BASELINE].step)}\n"

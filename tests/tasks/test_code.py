@@ -68,9 +68,19 @@ ANSWERS = {
     "bare function after odd prose": f"importantly, define it:\n\n{FUNCTION}\nfine == good",
     "bare constant first": "ONE: int = 1\ndef add_one(xs):\n    return [x + ONE for x in xs]\n```\nDone.",
     "block after odd prose": f"classically done\n```python\n{FUNCTION}```",
+    "block after a sentence with a space before it": f" Here is the function:\n```python\n{FUNCTION}```",
+    "block after a word with a space before it": f" Sure,\n```python\n{FUNCTION}```",
+    "block after a sentence like an assignment": f"Solution: loop over all with i=0\n```python\n{FUNCTION}```",
+    "block after a sentence like an import": f"from the docstring we add:\n```python\n{FUNCTION}```",
+    "block after one of commands": f"```bash\npython main.py\n```\n```python\n{FUNCTION}```",
+    "block after one of Python with an example": f"```python\nadd_one(1, 2)\n```\nSo:\n```python\n{FUNCTION}```",
+    "block with an import from the future": f"```python\nfrom __future__ import annotations\n{FUNCTION}```",
     "bare function over several lines": f"def add_one(\n    xs: List[int],\n) -> List[int]:\n{BODY}\nDone.",
     "bare function, then a fence": f"{FUNCTION}```\nDone.",
 }
+
+# Without the prompt, or the name of what it asks for, these are not programs.
+PARTS = ("body", "one-liner", "Python with an example")
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -92,7 +102,7 @@ def test_an_answer_without_the_function_breaks_nothing(output):
         assert isinstance(pool.submit(whole_program, output).result(), str)
 
 
-@pytest.mark.parametrize("name", [each for each in ANSWERS if "body" not in each and "one-liner" not in each])
+@pytest.mark.parametrize("name", [each for each in ANSWERS if not any(part in each for part in PARTS)])
 def test_a_whole_program_is_found(name):
     namespace: dict = {"__name__": "program", "List": list, "helper": lambda x: x + 1}
     exec(whole_program(ANSWERS[name]), namespace)

@@ -7,7 +7,9 @@ import re
 import textwrap
 from itertools import takewhile
 
-_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^[ \t]*```(?P<language>[^\n`]*)\n(?P<text>.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")
+_FUTURE = re.compile(r"^from __future__ import [^\n]*\n?", re.MULTILINE)
 # At the margin a program begins with one of these (a definition, an import, a constant), and goes on with them and
 # what closes brackets and comments; every other line there has left it.
 _BEGINS = r"(def|class|async|import|from)\s|@|[A-Za-z_]\w*\s*(:[^=\n]+)?=(?!=)"
@@ -35,26 +37,56 @@ def completed_function(output: str, prompt: str, entry_point: str) -> str:
         prompt: imports and helpers, then the function's signature and docstring.
         entry_point: the function's name.
     """
-    text, fenced = _code(output)
     definition = re.compile(rf"^[ \t]*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
+    text, fenced = _code(output, definition)
     if definition.search(text):
         begins = definition.search(prompt)
         before = prompt[: begins.start()] if begins else ""
-        return before + (textwrap.dedent(text) if fenced else _without_prose(text))
+        return _future_first(before + (textwrap.dedent(text) if fenced else _without_prose(text)))
     return _with_body(prompt, text)
 
 
-def _code(output: str) -> tuple[str, bool]:
-    """(the text that holds the program, whether it stood between fences)."""
+def _code(output: str, definition: re.Pattern[str] | None = None) -> tuple[str, bool]:
+    """(the text that holds the program, whether it stood between fences).
+
+    Of several blocks it is the first with the `definition`, else the first in Python: others hold commands and output.
+    """
     output = output.replace("\r\n", "\n")
-    block = _BLOCK.search(output)
-    if block is None:
+    blocks = list(_BLOCK.finditer(output))
+    if not blocks:
         return output, False
-    before = output[: block.start()]
+    before = output[: blocks[0].start()]
     # Code right from the start: this fence ends it, and belongs to a block that the prompt had opened.
-    if before.strip() and (before.lstrip("\n")[0] in " \t" or _CODE.match(before)):
+    if _begins_with_code(before):
         return before, False
-    return block[1], True
+    defining = [block for block in blocks if definition and definition.search(block["text"])]
+    in_python = [block for block in blocks if block["language"].strip().lower() in _PYTHON]
+    return (defining or in_python or blocks)[0]["text"], True
+
+
+def _begins_with_code(text: str) -> bool:
+    """Whether the first lines are a program, or the body of a function, and not a sentence that looks like one."""
+    text = text.strip("\n")
+    if not text.strip() or not (text[0] in " \t" or _CODE.match(text)):
+        return False
+    lines = textwrap.dedent(text).split("\n")
+    starts = (textwrap.indent("\n".join(lines[:count]), "    ") for count in range(1, len(lines) + 1))
+    return any(_says_more_than_a_word(f"def _():\n{start}\n") for start in starts)
+
+
+def _says_more_than_a_word(function: str) -> bool:
+    """Whether it is Python, and does anything: "Sure" and "Sure," are names to Python."""
+    if not _is_python(function):
+        return False
+    (body,) = ast.parse(function).body
+    assert isinstance(body, ast.FunctionDef)
+    return any(not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call) for each in body.body)
+
+
+def _future_first(program: str) -> str:
+    """Python wants these imports before all others, also before those of the prompt."""
+    found = _FUTURE.findall(program)
+    return "".join(line.rstrip("\n") + "\n" for line in found) + _FUTURE.sub("", program)
 
 
 def _without_prose(text: str) -> str:
