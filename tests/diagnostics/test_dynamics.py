@@ -272,6 +272,18 @@ def test_checkpoints_stand_in_for_snapshots(tmp_path, method, steps):
     assert found["first_to_last"]["D_sel"][1] > 0
 
 
+def test_a_mask_that_was_followed_and_never_applied_weighs_nothing(tmp_path):
+    """With mask and scales off NA-LoRA is LoRA: the same way, and the same movement of homogeneity."""
+    found = {}
+    for name, others in (("lora", {"method": "lora"}), ("off", {"mask": False, "scaling": False})):
+        folder = tmp_path / name
+        train(check(settings(folder, steps=2, snapshot_every=1, diagnose_every=1, learning_rate=1e-2, **others)))
+        online = json.loads((folder / "run" / "diagnosis.json").read_text())
+        found[name] = [diagnose(folder / "run", PROBE)["cumulative"]["D_EH"], online["cumulative"]["D_EH"]]
+    for lora, off in zip(found["lora"], found["off"], strict=True):
+        assert off == pytest.approx(lora, rel=1e-5)
+
+
 def test_a_resumed_run_goes_on_with_its_diagnosis(tmp_path, monkeypatch):
     """What moved before it was stopped stays; what is not known is said."""
     run = check(settings(tmp_path, snapshot_every=0, diagnose_every=2, probe_size=6))

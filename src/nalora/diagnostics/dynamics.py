@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,16 +176,18 @@ class _Walk:
         if state.folder is None or not (state.folder / checkpoint.FILE_NAME).is_file():
             return {}
         try:
-            tensors = checkpoint.load(state.folder)["tensors"]
+            controller = checkpoint.load(state.folder)
         except NALoRAError as error:
             self.notices.append(f"D_EH up to step {state.step} is not weighted by the mask: {error}")
             return {}
-        return masks_by_site(tensors, self.sites)
+        return masks_by_site(controller, self.sites)
 
 
-def masks_by_site(tensors: dict[str, Tensor], sites: Sequence[GateSite]) -> dict[int, Tensor]:
-    """The masks among a controller's state, by the place of their block."""
-    found = {}
+def masks_by_site(controller: Mapping[str, Any], sites: Sequence[GateSite]) -> dict[int, Tensor]:
+    """The masks in a controller's state, by the place of their block; none where it masked nothing by them."""
+    if not controller["config"].get("mask", True):
+        return {}
+    tensors, found = controller["tensors"], {}
     for index, site in enumerate(sites):
         for name in (site.name, site.gate):
             mask = tensors.get(f"{in_wrapper(name)}/mask")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from nalora import checkpoint
 from nalora.training.folder import COMPLETE, RunFolder
 
 
 class FinalState(NamedTuple):
-    """The tensors of the controller's state by ``block/field``, and the step they are of (None: the run's end)."""
+    """A controller's state as it was saved, and the step it is of (None: the run's end)."""
 
     step: int | None
-    tensors: dict[str, Tensor]
+    controller: dict[str, Any]
 
 
 def final_state(folder: RunFolder) -> FinalState | None:
@@ -31,7 +29,7 @@ def final_state(folder: RunFolder) -> FinalState | None:
     state = checkpoint.load(place)
     if not state["config"].get("mask", True):
         return None  # the controller follows a mask even then, but nothing was masked by it
-    return FinalState(step, state["tensors"])
+    return FinalState(step, state)
 
 
 def _latest(folder: RunFolder) -> tuple[int | None, Path] | None:

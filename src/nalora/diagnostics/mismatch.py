@@ -62,7 +62,7 @@ def diagnose_against(
     reached = [(site, each) for site, each in zip(every_site, every_sum, strict=True) if each.tokens]
     sites, sums = [site for site, _ in reached], [each for _, each in reached]
     state = final_state(finished.folder)
-    by_site = masks_by_site(state.tensors, sites) if state else {}
+    by_site = masks_by_site(state.controller, sites) if state else {}
     masks = [by_site.get(index) for index in range(len(sites))] if by_site else None
     result = {
         "version": VERSION,

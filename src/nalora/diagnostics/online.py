@@ -74,7 +74,7 @@ class OnlineDiagnosis(TrainerCallback):  # type: ignore[misc]
         new = not self.shares
         found = self._compare(other, model, self.before, [0, 1] if new else [1], [0] * new + [1] * last)
         reached = sorted(found.movements)
-        masks = masks_by_site(self.controller.state_dict()["tensors"], self.sites) if self.controller else {}
+        masks = masks_by_site(self.controller.state_dict(), self.sites) if self.controller else {}
         self.intervals.append(interval_row(Interval(self.before[0], step, found.movements, masks), reached))
         for place, at in enumerate((self.before[0], step)):
             if place in found.standings:
