@@ -92,6 +92,7 @@ FORMS = {
     "\\boxed{\\frac{3}{4}}": Fraction(3, 4),
     "\\boxed{-\\dfrac{3}{4}}": Fraction(-3, 4),
     "\\frac34": Fraction(3, 4),
+    "\\frac{ 3 } { 4 }": Fraction(3, 4),
     "½": Fraction(1, 2),
     "2½ hours": Fraction(5, 2),
     "#### 2 1/2": Fraction(5, 2),
@@ -195,7 +196,17 @@ def test_no_text_breaks_a_reader(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["9" * 20000, "1,234" * 4000, "(" * 20000, "\\frac{" * 4000, "#### " * 4000, "1e999999999"]
+    "text",
+    [
+        "9" * 20000,
+        "1,234" * 4000,
+        "(" * 20000,
+        "\\frac{" * 4000,
+        "#### " * 4000,
+        "1e999999999",
+        "\\frac{" + " " * 4000,
+        "\\frac{1}" + " " * 4000 + "{",
+    ],
 )
 def test_text_of_a_model_in_a_loop_is_read_quickly(text):
     began = time.perf_counter()

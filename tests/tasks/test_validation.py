@@ -33,6 +33,13 @@ def test_order_does_not_matter_and_growth_hardly():
     assert len(held & {each.id for each in hold_out(more, 100)[1]}) >= 85
 
 
+def test_what_is_held_out_is_drawn_from_everywhere():
+    """Data sets are sorted by source, length or class, and so are their ids."""
+    held = hold_out([Example(f"example-{i:04}", f"{i}?") for i in range(1000)], 100)[1]
+    quarters = [sum(q * 250 <= int(each.id[-4:]) < (q + 1) * 250 for each in held) for q in range(4)]
+    assert min(quarters) >= 10
+
+
 def test_copies_of_what_is_held_out_are_not_learnt_from():
     """A generator with few questions draws each of them again and again."""
     examples = [Example(f"draw-{i}", f"{i % 150}?", f"{i % 150}!") for i in range(1000)]

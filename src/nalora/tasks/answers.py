@@ -148,7 +148,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\%", "%").replace("\\$", "$")
     text = re.sub(r"(?<=[0-9])(?:\\[,; ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ",", text)
-    text = re.sub(r"\\[dtc]?frac\s*\{\s*([^{}]+?)\s*\}\s*\{\s*([^{}]+?)\s*\}", _fraction, text)
+    text = re.sub(r"\\[dtc]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}", _fraction, text)
     text = re.sub(r"\\[dtc]?frac\s*([0-9])\s*([0-9])", _fraction, text)
     text = re.sub(f"[{_VULGAR}]", lambda m: _spaced(m, unicodedata.normalize("NFKC", m[0]).replace("⁄", "/")), text)
     # Powers of numbers count (10⁶); those of units do not (m²).
@@ -158,7 +158,7 @@ def _plain(text: str) -> str:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    return _spaced(match, f"{match[1]}/{match[2]}")
+    return _spaced(match, f"{match[1].strip()}/{match[2].strip()}")
 
 
 def _spaced(match: re.Match[str], text: str = "") -> str:
