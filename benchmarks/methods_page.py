@@ -62,7 +62,8 @@ def main() -> None:
     lines = [HEAD]
     for name in methods.names():
         method = methods.get(name)
-        lines.append(f"| `{name}` | {method.title} | {method.reference} |")
+        title = method.title.replace("|", "\\|")
+        lines.append(f"| `{name}` | {title} | {method.reference} |")
     lines += costs(rows)
     PAGE.write_text("\n".join([*lines, NOTES]) + "\n")
     COSTS.write_text(json.dumps(listed(rows), indent=2) + "\n")

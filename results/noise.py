@@ -57,7 +57,7 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
                 later.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[-1]
     arms = len(described.arms)
     return [
-        "- **Which training counts?** The later one, of which answers were asked.",
+        "- **Which training counts?** Of a run that was trained twice, the second, whose answers were evaluated.",
         f"  Had the first one counted on {study}: {_told_apart(first, described.baseline, arms)}.",
         f"  With the mean of a run's trainings: {_told_apart(mean, described.baseline, arms)}.",
         f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {_told_apart(later, ALSO_LORA, arms)}.',

@@ -37,8 +37,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "activations":
-        return import_module("nalora.activations")
+    if name in ("activations", "graphs"):
+        return import_module(f"nalora.{name}")
     if name in _HOMES:
         return getattr(import_module(f"nalora.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'nalora' has no attribute {name!r}")

@@ -59,6 +59,17 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     stamps = {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
     assert run(*command)[0] == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
+    assert run(*command, "--dry-run")[1].splitlines() == ["6 runs in all, 0 of them can start now, 2 arms"]
+
+
+def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_path):
+    described = yaml.safe_load(file.read_text())
+    described["settings"] |= {"data_dir": str(tmp_path / "nowhere")}
+    file.write_text(yaml.safe_dump(described, sort_keys=False))
+    code, _, err = run("study", file, "--store", tmp_path / "store")
+    assert code == 2
+    assert "nowhere: found no such folder" in " ".join(err.split())
+    assert not [*(tmp_path / "store").iterdir()]
 
 
 @pytest.mark.slow

@@ -57,6 +57,23 @@ def test_one_learning_rate_needs_no_screening():
     assert len(schedule.open_jobs({}, {})) == schedule.total({}, {}) == 6
 
 
+def test_a_run_that_failed_when_more_was_asked_of_it_keeps_its_rate():
+    """Else the arm would be judged at a worse rate, and then at the next."""
+    schedule = Schedule(dummies.study(), "store")
+    cell = schedule.cells[0]
+    results = {
+        schedule.job(cell, rate, 0).key: Result(1.0, {VALIDATION: loss}, {}, 1.0)
+        for loss, rate in enumerate(cell.arm.learning_rates, start=1)
+    }
+    best = cell.arm.learning_rates[0]
+    failed = {schedule.job(cell, best, 0).key: "out of memory"}
+    assert schedule.chosen_rate(cell, results, failed) == best
+    assert schedule.screened(cell, results, failed)[best] == 1
+    assert not {job.key for job in schedule.open_jobs(results, failed)} & failed.keys()
+    (part,) = answer(schedule, results, failed)
+    assert part.failed[cell.arm.name] == ()
+
+
 def test_a_setting_that_changes_nothing_is_the_same_run_and_any_other_a_new_one():
     study = dummies.study()
     run = study.run({}, study.arms[0], 1e-3, 0)

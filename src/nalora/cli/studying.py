@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +39,7 @@ def study(
         "runs/store"
     ),
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try runs again that failed before.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would start now, and run nothing.")] = False,
     known: Annotated[bool, typer.Option("--so-far", help="Say what the store knows already, and run nothing.")] = False,
 ) -> None:
     """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it.
@@ -53,10 +54,13 @@ def study(
     described = read(file)
     screen = console()
     schedule = Schedule(described, str(store))
+    before = so_far(described, store)
+    jobs = schedule.open_jobs(before.results, {} if retry_failed else before.failed)
     if dry_run:
-        for job in schedule.open_jobs({}, {}):
+        for job in jobs:
             screen.print(Text(f"{job.key}  {job.label}"))
-        screen.print(f"{schedule.total({}, {})} runs in all, {len(described.arms)} arms", highlight=False)
+        told = f"{before.total} runs in all, {len(jobs)} of them can start now, {len(described.arms)} arms"
+        screen.print(told, highlight=False)
         return
     if any(len(arm.seeds) > 1 for arm in described.arms):
         from nalora.evaluation.differences import distributions
@@ -68,8 +72,10 @@ def study(
         )
     _make_ready(store)
     if known:
-        _tell(screen, described, so_far(described, store), store)
+        _tell(screen, described, before, store)
         return
+    if engine != "ray":  # a cluster's nodes may have what this machine has not
+        _refuse_missing_data(jobs)
     from rich.live import Live
 
     ray = {"address": address, "cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries}
@@ -88,6 +94,18 @@ def study(
     _tell(screen, described, progress, store)
     if progress.failed:
         raise typer.Exit(FAILED)
+
+
+def _refuse_missing_data(jobs: Iterable[Any]) -> None:
+    """Before the first run, since every one of them would fail."""
+    wanted = dict.fromkeys(job.settings["data_dir"] for job in jobs if job.settings.get("data_dir"))
+    for missing in (folder for folder in wanted if not Path(folder).exists()):
+        raise NALoRAError(
+            f"data_dir: {missing}",
+            found="no such folder",
+            expected="the data that the study's runs learn from",
+            fix="put it there, as the head of the study says, or give another data_dir",
+        )
 
 
 def _make_ready(store: Path) -> None:
@@ -115,6 +133,8 @@ def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
     screen.print(Text(answer.in_markdown(described, parts, progress.failed)))
     for key, error in progress.failed.items():
         screen.print(Text(f"failed: {key}: {error} (see {store / key}.log)"))
+    if progress.failed:
+        screen.print(Text("Mend what they failed of, then start the study again with --retry-failed."))
     screen.print(Text(f"the answer: {page}"))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
 from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
-from nalora.studies.schedule import Cell, Schedule
+from nalora.studies.schedule import Cell, Schedule, is_screened
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
 from nalora.training.folder import write_json
@@ -105,14 +105,18 @@ def _part(
         {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells},
         {name: beside for name, beside in controls.items() if beside},
         tuple(dict.fromkeys(diverged)),
-        {cell.arm.name: _failed_rates(schedule, cell, failed) for cell in cells},
+        {cell.arm.name: _failed_rates(schedule, cell, results, failed) for cell in cells},
     )
 
 
-def _failed_rates(schedule: Schedule, cell: Cell, failed: Mapping[str, str]) -> tuple[float, ...]:
+def _failed_rates(
+    schedule: Schedule, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> tuple[float, ...]:
+    lost = {key for key in failed if not is_screened(key, results)}
     seeds = schedule.study.screening_seeds
-    tried = cell.arm.learning_rates
-    return tuple(rate for rate in tried if any(schedule.job(cell, rate, seed).key in failed for seed in seeds))
+    return tuple(
+        rate for rate in cell.arm.learning_rates if any(schedule.job(cell, rate, seed).key in lost for seed in seeds)
+    )
 
 
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:

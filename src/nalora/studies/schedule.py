@@ -62,16 +62,13 @@ class Schedule:
     ) -> dict[float, float | None]:
         """The mean validation loss of every learning rate, None while runs are missing.
 
-        A run that failed or diverged counts as infinitely bad.
+        A run that failed or diverged counts as infinitely bad; not one that failed later, when more was asked of it.
         """
         means: dict[float, float | None] = {}
         for rate in cell.arm.learning_rates:
             names = [self.job(cell, rate, seed).key for seed in self.study.screening_seeds]
-            losses = [
-                math.inf if name in failed else results[name].losses[VALIDATION]
-                for name in names
-                if name in failed or (name in results and results[name].has(VALIDATION))
-            ]
+            known = {name: results[name].losses[VALIDATION] for name in names if is_screened(name, results)}
+            losses = [known.get(name, math.inf) for name in names if name in known or name in failed]
             means[rate] = statistics.fmean(losses) if len(losses) == len(names) else None
         return means
 
@@ -119,3 +116,8 @@ class Schedule:
                 # One of them is a screening run, at whatever rate that will be.
                 unknown += len(set(cell.arm.seeds) - set(self.study.screening_seeds))
         return len(known) + unknown
+
+
+def is_screened(key: str, results: Mapping[str, Result]) -> bool:
+    """Whether a run's validation loss is known."""
+    return key in results and results[key].has(VALIDATION)
