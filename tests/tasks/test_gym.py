@@ -92,6 +92,13 @@ def test_part_of_a_score_is_not_correct():
     assert task.summarise([example], [scores]) == scores
 
 
+@pytest.mark.parametrize(("score", "accuracy"), [(0.0, 0), (0.51, 0), (0.99, 0), (1.0, 1)])
+def test_only_a_full_score_is_accurate(monkeypatch, score, accuracy):
+    task = gym()
+    monkeypatch.setattr(task._datasets["test"], "score_answer", lambda answer, entry: score)
+    assert task.score(task.test_examples()[0], ["7"]) == {"accuracy": accuracy, "score": score}
+
+
 def test_what_a_scorer_cannot_read_is_wrong():
     task = gym("prime_factorization")
     example = task.test_examples()[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
 from nalora.tasks.task import Example, Scores, Task
 
 # Item i of a dataset is drawn from its seed + i: seeds 0 and 1 share all items but one. So training and test sets,
@@ -49,6 +50,7 @@ class Gym(Task):
         seed: other questions on both sides, sharing none of the draws of another seed.
         settings: the family's own, such as ``{"max_terms": 3}``.
         max_new_tokens: room for the longest answer; some families answer with a page.
+        unsafe_code: score without isolation where the family's scorer evaluates what the model writes.
 
     Raises:
         NALoRAError: no such family or setting, a size or seed out of range, a family that cannot be drawn twice,
@@ -66,6 +68,7 @@ class Gym(Task):
         seed: int = 0,
         settings: Mapping[str, Any] | None = None,
         max_new_tokens: int = 256,
+        unsafe_code: bool = False,
     ) -> None:
         self.name, self.family = name, name.partition("/")[2]
         self.title = f"reasoning-gym {self.family}"
@@ -81,6 +84,10 @@ class Gym(Task):
             side: self._dataset(size, self._starts[side]) for side, size in (("train", train_size), ("test", test_size))
         }
         self._drawn: dict[tuple[str, int], Entry] = {}
+        self._isolated: IsolatedScorer | None = None
+        if evaluates_answers(self._datasets["test"]):
+            drawn = {**self.settings, "size": test_size, "seed": self._starts["test"]}
+            self._isolated = IsolatedScorer(self.name, self.family, drawn, unsafe=unsafe_code)
 
     def train_examples(self) -> Sequence[Example]:
         """Drawn questions, without those of the test set.
@@ -131,6 +138,7 @@ class Gym(Task):
         Raises:
             NALoRAError: it does not accept the first, or accepts the second or third. In 0.1.25 that is
                 game_of_life_halting, where all that is written is right, and puzzle24, where any sum to 24 is.
+                Or it evaluates answers, and this machine cannot isolate that.
         """
         examples = self.test_examples()[:_CHECKED]
         for example in examples:
@@ -165,8 +173,11 @@ class Gym(Task):
 
     def _mark(self, example: Example, answer: str) -> float:
         side, index = example.facts["side"], example.facts["index"]
+        entry = self._entry(side, index)
+        if self._isolated is not None:
+            return self._isolated.mark(answer, entry)
         try:
-            return float(self._datasets[side].score_answer(answer, self._entry(side, index)))
+            return float(self._datasets[side].score_answer(answer, entry))
         except Exception:  # what a scorer cannot read is wrong: prime_factorization raises ValueError at words
             return 0.0
 

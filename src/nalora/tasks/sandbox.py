@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent / "sandboxed"
 # the path, `code.py` and the like would hide modules of the standard library.
 _START = (
     "import sys, types; sys.path.remove(''); package = sys.modules['sandboxed'] = types.ModuleType('sandboxed'); "
-    "package.__path__ = [sys.argv[1]]; from sandboxed.supervisor import main; main()"
+    "package.__path__ = [sys.argv[1]]; from sandboxed.{module} import main; main()"
 )
 # The supervisor keeps the time itself; this is for a machine so busy that it does not get to.
 _GRACE_SECONDS = 30
@@ -123,6 +123,23 @@ def check() -> None:
     _isolation()
 
 
+def command(module: str, folder: str, *, limits: Limits, unsafe: bool, packages: Sequence[str]) -> list[str]:
+    """What starts another module of the sandbox than the one for whole programs; it isolates itself as that one does.
+
+    Args:
+        module: in `nalora.tasks.sandboxed`.
+        folder: where an unsafe one may write; an isolated one has its own.
+        limits: what it may use.
+        unsafe: without isolation: limits alone.
+        packages: folders of installed packages that it may read.
+
+    Raises:
+        NALoRAError: this machine cannot isolate programs, as `check` says.
+    """
+    way = "unsafe" if unsafe else _isolation()
+    return _command(way, module, folder if unsafe else "/tmp", limits, packages)
+
+
 _chosen: list[str] = []
 _choosing = threading.Lock()
 
@@ -209,14 +226,10 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
     job = {"program": program, "tests": tests, "entries": list(entries), "prelude": prelude}
     # In a namespace the temporary folder is a file system of its own, and gone with it.
     with tempfile.TemporaryDirectory(prefix="nalora-") if way == "unsafe" else _InNamespace() as folder:
-        settings = json.dumps({"way": way, "limits": asdict(limits), "folder": folder})
-        # -S: no packages of ours. The seed: a program that depends on the order of a set gets one verdict, not two.
-        command = [os.path.realpath(sys.executable), "-s", "-S", "-c", _START, str(_FOLDER), settings]
-        if way == "bubblewrap":
-            command = [*_bubblewrap(limits), *command]
         try:
+            # The seed: a program that depends on the order of a set gets one verdict, not two.
             ended = subprocess.run(
-                command,
+                _command(way, "supervisor", folder, limits),
                 input=json.dumps(job).encode(),
                 capture_output=True,
                 env={"PYTHONHASHSEED": "0"},
@@ -227,6 +240,14 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
         except subprocess.TimeoutExpired:
             return Outcome(False, True, f"timed out: no word after {limits.wall_seconds + _GRACE_SECONDS} s", "")
     return _outcome(ended)
+
+
+def _command(way: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
+    settings = json.dumps({"way": way, "limits": asdict(limits), "folder": folder, "packages": list(packages)})
+    # -S: no packages of ours, but those that are named.
+    start = _START.format(module=module)
+    command = [os.path.realpath(sys.executable), "-s", "-S", "-c", start, str(_FOLDER), settings]
+    return [*_bubblewrap(limits, packages), *command] if way == "bubblewrap" else command
 
 
 def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
@@ -253,7 +274,7 @@ class _InNamespace:
         pass
 
 
-def _bubblewrap(limits: Limits) -> list[str]:
+def _bubblewrap(limits: Limits, packages: Sequence[str]) -> list[str]:
     """bubblewrap with the same folders as `isolation.enter` shows, and our code."""
     command = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", sys.base_prefix]
@@ -274,5 +295,7 @@ def _bubblewrap(limits: Limits) -> list[str]:
         "--tmpfs",
         "/tmp",
     ]
-    # After /tmp, in which it may lie.
-    return [*command, "--ro-bind", str(_FOLDER), str(_FOLDER), "--remount-ro", "/", "--cap-drop", "ALL"]
+    # After /tmp, in which they may lie.
+    for source in (str(_FOLDER), *packages):
+        command += ["--ro-bind", source, source]
+    return [*command, "--remount-ro", "/", "--cap-drop", "ALL"]

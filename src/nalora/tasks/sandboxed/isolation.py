@@ -12,6 +12,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 Limits = dict[str, int]
@@ -50,13 +51,14 @@ _CLONE3 = 435
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(way: str, limits: Limits) -> None:
+def enter(way: str, limits: Limits, packages: Sequence[str] = ()) -> None:
     """New namespaces for this process and its children, and a root of read-only folders with one writable /tmp.
 
     Args:
         way: "root" when this is the real root, else "user", which makes a user namespace to have the right; the
             other ways need nothing here.
         limits: the fields of `nalora.tasks.sandbox.Limits`.
+        packages: folders of installed packages that are shown besides the interpreter's own.
 
     Raises:
         OSError: the system refuses one of the steps; the text names it.
@@ -71,10 +73,10 @@ def enter(way: str, limits: Limits) -> None:
         for file, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
             with open(f"/proc/self/{file}", "w") as map_file:
                 map_file.write(text)
-    _build_root(limits)
+    _build_root(limits, packages)
 
 
-def _build_root(limits: Limits) -> None:
+def _build_root(limits: Limits, packages: Sequence[str]) -> None:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     os.umask(0o022)
@@ -84,7 +86,7 @@ def _build_root(limits: Limits) -> None:
         _touch(f"{_NEW_ROOT}/dev/{device}")
     # What an interpreter needs to import its standard library; no home, no /etc, no /var, no /run.
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", sys.base_prefix, sys.base_exec_prefix]
-    for source in dict.fromkeys(shown):
+    for source in dict.fromkeys([*shown, *packages]):
         inside = _NEW_ROOT + source
         if os.path.lexists(inside) or not os.path.exists(source):
             continue
