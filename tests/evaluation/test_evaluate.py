@@ -122,3 +122,10 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     assert list(evaluate_target(settings["output"], Request(with_base=False))) == ["adapted"]
     with pytest.raises(nalora.NALoRAError, match="--task NAME"):
         evaluate_target(settings["model"], Request())
+    (fewer,) = evaluate_target(settings["output"], Request(options={"test_size": 5}, with_base=False)).values()
+    assert fewer["examples"] == 5
+    for task in (None, settings["task"]):
+        with pytest.raises(nalora.NALoRAError, match="may have learnt from.*leave test_size out"):
+            evaluate_target(settings["output"], Request(task, options={"test_size": 30}))
+    other = Request("gym/gcd", options={"train_size": 1, "test_size": 2}, with_base=False)
+    assert evaluate_target(settings["output"], other)["adapted"]["examples"] == 2

@@ -203,3 +203,29 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(NALoRAError, match="pip install reasoning-gym"):
         gym()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"test_size": 40}, "test_size=40: found 20 of 40 questions.*with test_size=20.*leave test_size out"),
+        ({"seed": 1}, "seed=1: found 20 of 20 questions.*with seed=0.*leave seed out"),
+        ({"settings": SMALL}, "20 of 20 questions.*leave settings out"),
+        ({"test_size": 10, "seed": 1}, "leave test_size and seed out"),
+    ],
+)
+def test_questions_that_training_did_not_leave_out_are_refused(changes, words):
+    with pytest.raises(NALoRAError, match=words):
+        gym(**changes).refuse_what_was_learnt(gym())
+
+
+@pytest.mark.parametrize("changes", [{}, {"test_size": 7}, {"train_size": 9}, {"max_new_tokens": 9}])
+def test_the_beginning_of_the_test_set_may_be_asked(changes):
+    gym(**changes).refuse_what_was_learnt(gym())
+
+
+def test_a_smaller_test_set_that_is_no_beginning_is_refused():
+    """The questions of acre follow from how many are drawn."""
+    gym("acre").refuse_what_was_learnt(gym("acre"))
+    with pytest.raises(NALoRAError, match="may have learnt from"):
+        gym("acre", test_size=7).refuse_what_was_learnt(gym("acre"))

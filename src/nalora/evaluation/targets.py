@@ -61,7 +61,8 @@ def evaluate_target(
     """Summaries by who was asked: ``base`` and ``adapted`` for a run, ``model`` for a model.
 
     Raises:
-        NALoRAError: no such run or model, an unfinished run, or no such task.
+        NALoRAError: no such run or model, an unfinished run, no such task, or options under which a run would be asked
+            what it may have learnt from.
     """
     report = report or (lambda what, done, total: None)
     folder = RunFolder(target)
@@ -102,6 +103,8 @@ def _evaluate_run(
     place = (output or finished.folder.evaluations) / name
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
+    if own and request.options:
+        task.refuse_what_was_learnt(tasks.get(name, data_dir=settings.data_dir, **run.task_options))
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
     examples = None

@@ -152,6 +152,34 @@ class Gym(Task):
         if answer and len(others) > 2 and all(self._mark(example, answer) >= 1 for example in others):
             self._refuse(f"its scorer accepts {_short(answer)!r} for every question")
 
+    def refuse_what_was_learnt(self, trained: Task) -> None:
+        """Each question asked must be one that training left out, which knew the test set of its own options alone.
+
+        A smaller test set begins a larger one in all families of 0.1.25 but acre: so it is the questions that count.
+
+        Raises:
+            NALoRAError: some are not: a larger test set, another seed, other settings.
+        """
+        if not isinstance(trained, Gym):
+            return
+        mine, theirs = (
+            {"test_size": task.test_size, "seed": task.seed, "settings": task.settings} for task in (self, trained)
+        )
+        if mine == theirs:
+            return
+        left_out = {trained._entry("test", index)["question"] for index in range(trained.test_size)}
+        asked = [self._entry("test", index)["question"] for index in range(self.test_size)]
+        others = sum(question not in left_out for question in asked)
+        if others:
+            changed = [name for name in mine if mine[name] != theirs[name]]
+            raise NALoRAError(
+                f"{self.name}, " + ", ".join(f"{name}={mine[name]}" for name in changed),
+                found=f"{others} of {len(asked)} questions that the run may have learnt from: it was trained with "
+                + ", ".join(f"{name}={theirs[name]}" for name in changed),
+                expected="only questions that its training left out",
+                fix=f"leave {' and '.join(changed)} out, or train a run with the same",
+            )
+
     def _example(self, side: str, index: int) -> Example:
         entry = self._entry(side, index)
         prompt = f"{entry['question'].rstrip()}\nGive only the answer.\nAnswer:\n"

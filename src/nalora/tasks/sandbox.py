@@ -283,18 +283,8 @@ def _bubblewrap(limits: Limits, packages: Sequence[str]) -> list[str]:
             command += ["--symlink", os.readlink(source), source]
         else:
             command += ["--ro-bind-try", source, source]
-    command += [
-        "--dir",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--remount-ro",
-        "/dev",
-        "--size",
-        str(limits.disk_bytes),
-        "--tmpfs",
-        "/tmp",
-    ]
+    command += ["--dir", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
     # After /tmp, in which they may lie.
     for source in (str(_FOLDER), *packages):
         command += ["--ro-bind", source, source]

@@ -79,3 +79,13 @@ class Task:
         Raises:
             NALoRAError: a sandbox, a key or a server that scoring needs is not there.
         """
+
+    def refuse_what_was_learnt(self, trained: Task) -> None:
+        """Refuse to ask a run about its own task with options under which it may have learnt what is asked.
+
+        Args:
+            trained: the task with the options that the run was trained with.
+
+        Raises:
+            NALoRAError: questions that its training did not leave out; most tasks have no options that lead to any.
+        """
