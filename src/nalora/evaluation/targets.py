@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, Literal
 from nalora import tasks
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.evaluation.evaluate import evaluate
+from nalora.evaluation.identity import identity
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.progress import Report
@@ -75,7 +74,8 @@ def evaluate_target(
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
     loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
-    return {"model": _evaluate(loaded, task, place, request, request.style or "plain", report, options)}
+    style = request.style or "plain"
+    return {"model": _evaluate(loaded, task, task.test_examples(), place, request, style, report, options)}
 
 
 def _nothing_to_ask(folder: RunFolder) -> NALoRAError:
@@ -107,18 +107,16 @@ def _evaluate_run(
         task.refuse_what_was_learnt(tasks.get(name, data_dir=settings.data_dir, **run.task_options))
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
-    examples = None
     if request.split == "validation":
         place = place.parent / f"{place.name}-validation"
-        examples = hold_out(task.train_examples(), settings.validation_size)[1]
+        examples: Sequence[Example] = hold_out(task.train_examples(), settings.validation_size)[1]
+    else:
+        examples = task.test_examples()
     base = as_asked(loading.load(spec), task)
     if request.with_base:
-        yield "base", _evaluate(base, task, place / "base", request, style, report, options, examples=examples)
+        yield "base", _evaluate(base, task, examples, place / "base", request, style, report, options)
     adapted = _adapted(base, spec, trained, task)
-    yield (
-        "adapted",
-        _evaluate(adapted, task, place / "adapted", request, style, report, options, trained, examples=examples),
-    )
+    yield "adapted", _evaluate(adapted, task, examples, place / "adapted", request, style, report, options, trained)
 
 
 def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -139,21 +137,18 @@ def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded
 def _evaluate(
     loaded: Loaded,
     task: Task,
+    examples: Sequence[Example],
     place: Path,
     request: Request,
     style: str,
     report: Report,
     options: dict[str, Any],
     trained: Path | None = None,
-    examples: Sequence[Example] | None = None,
 ) -> dict[str, Any]:
-    """Ask, in a folder whose name says which weights and which prompts: others are never mixed in."""
-    spec, who = loaded.spec, place.name
-    identity = {
-        "model": spec.name, "revision": spec.revision, "dtype": str(next(loaded.model.parameters()).dtype),
-        "quantise": spec.quantise, "style": style, "task": [task.name, options], "weights": _digest(trained),
-    }  # fmt: skip
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    """Ask, in a folder whose name says which weights and which questions: others are never mixed in."""
+    who = place.name
+    # All questions are named also where few are asked, so that a whole evaluation goes on from a quick look.
+    key = identity(loaded, task, examples, style=style, options=options, trained=trained)
     return evaluate(
         loaded,
         task,
@@ -165,13 +160,3 @@ def _evaluate(
         batch_tokens=request.batch_tokens,
         report=lambda what, done, total: report(f"{who}: {what}", done, total),
     )
-
-
-def _digest(trained: Path | None) -> str | None:
-    """What the trained weights are, by content."""
-    if trained is None:
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(trained.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -123,6 +123,17 @@ def default_dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
 
 
+def local_source(spec: ModelSpec) -> Path | None:
+    """The folder or the GGUF file that the model is read from; None where that is the hub.
+
+    Raises:
+        NALoRAError: it is not there, or holds no model.
+    """
+    source, extra = _source(spec)
+    path = Path(source) / extra.get("gguf_file", "")
+    return path if path.exists() else None
+
+
 def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     """What transformers is asked for, and with which options."""
     extra: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}

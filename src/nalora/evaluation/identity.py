@@ -1,0 +1,92 @@
+"""Which weights were asked what, as a short name: outputs and losses kept under it are of nothing else.
+
+Names of models and data folders are not enough: what lies under them can be edited or replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nalora.models.loading import Loaded, local_source
+from nalora.tasks import Example, Task
+from nalora.tasks.images import ImageTask
+
+# What a model or an adapter is made of besides its weights: its shape, its tokenizer, its template, its own code.
+_PARTS_OF_A_MODEL = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"})
+_CHUNK = 1 << 20
+# A file as new as this can change once more without a trace: clocks of file systems tick in up to 2 s (FAT).
+_TICK = 2_000_000_000
+_digests: dict[tuple[str, int, int, int, int], str] = {}
+
+
+def identity(
+    loaded: Loaded,
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    style: str,
+    options: Mapping[str, Any],
+    trained: Path | None = None,
+) -> str:
+    """Ten digits that change with anything that answers, scores or losses depend on.
+
+    Args:
+        loaded: the model, adapted or not.
+        task: what is asked.
+        examples: all of them, also where only the first are asked: the others may follow later.
+        style: of the prompts.
+        options: settings of the task; some change how it writes or scores and not what it asks.
+        trained: the folder of the adapter, or of the model that was trained as a whole.
+    """
+    spec = loaded.spec
+    source = local_source(spec)
+    # A hub's name without a revision means what is newest there; transformers notes which commit that was.
+    commit = getattr(getattr(loaded.model, "config", None), "_commit_hash", None)
+    return _digest({
+        "model": spec.name, "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
+        "quantise": spec.quantise, "weights": [each and digest_of_model(each) for each in (source, trained)],
+        "task": [task.name, options], "style": style, "examples": digest_of_examples(task, examples),
+    })[:10]  # fmt: skip
+
+
+def digest_of_model(path: Path) -> str:
+    """By content: of a file, or of all files in a folder that a model or an adapter is made of."""
+    if path.is_file():
+        return digest_of_file(path)
+    files = sorted(file for file in path.iterdir() if file.suffix in _PARTS_OF_A_MODEL and file.is_file())
+    return _digest({file.name: digest_of_file(file) for file in files})
+
+
+def digest_of_examples(task: Task, examples: Sequence[Example]) -> str:
+    """By content, with the files of pictures, which examples only name."""
+    asked: list[Any] = [[each.id, each.prompt, each.target, each.follow_ups, dict(each.facts)] for each in examples]
+    if isinstance(task, ImageTask):
+        files = [each.image for each in task.images_of(examples)] if task.data_dir is not None else []
+        asked += [task.prompts(), [digest_of_file(file) for file in files]]
+    return _digest(asked)
+
+
+def digest_of_file(path: Path) -> str:
+    """By content, which is read once in this process for as long as the file stays as it is."""
+    found = os.stat(path)
+    state = (str(path.resolve()), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if state in _digests:
+        return _digests[state]
+    settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    if settled:
+        _digests[state] = digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,159 @@
+"""Numbers that were kept are found again for the same weights and the same questions, and for nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import count
+from pathlib import Path
+
+import pytest
+import tiny
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nalora.evaluation import identity
+from nalora.evaluation.targets import Request, evaluate_target
+from nalora.evaluation.writing import Writer
+from nalora.tasks.math import GSM8K
+from nalora.training.run import train
+from nalora.training.settings import check
+
+CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> str:
+    monkeypatch.setattr(GSM8K, "max_new_tokens", 4)
+    folder = tiny.saved_llama(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Asks where everything was kept; where nothing was, the very same has to come out."""
+    others = count()
+
+    def asked(target, who="model", **request):
+        def summary(output):
+            found = evaluate_target(target, Request(**request), output=output, device="cpu")[who]
+            return {name: value for name, value in found.items() if "second" not in name}
+
+        kept = summary(tmp_path / "kept")
+        assert kept == summary(tmp_path / f"anew-{next(others)}")
+        return kept
+
+    return asked
+
+
+def questions(folder: Path, *numbers: int) -> str:
+    (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"#### {n + n}"} for n in numbers]
+    (folder / "gsm8k" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder)
+
+
+def change_weights(file: Path) -> None:
+    """Other weights in a file of the same size and time."""
+    before = file.stat()
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_the_same_questions_in_another_folder_are_not_asked_again(model, tmp_path, monkeypatch):
+    first = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
+    before = evaluate_target(model, Request(**first), output=tmp_path / "kept", device="cpu")["model"]
+    monkeypatch.setattr(Writer, "answer", lambda self, batch: pytest.fail("asked again"))
+    moved = {"task": "gsm8k", "data_dir": questions(tmp_path / "b", 1, 2)}
+    for request in (first, moved):
+        after = evaluate_target(model, Request(**request), output=tmp_path / "kept", device="cpu")["model"]
+        assert after == {name: before[name] for name in after}
+
+
+def test_other_questions_and_an_edited_file_are_asked(model, tmp_path, ask):
+    here = ask(model, task="gsm8k", data_dir=questions(tmp_path / "a", 1, 2))
+    there = ask(model, task="gsm8k", data_dir=questions(tmp_path / "b", 7, 8))
+    edited = ask(model, task="gsm8k", data_dir=questions(tmp_path / "a", 1, 3))
+    assert len({each["target_loss"]["value"] for each in (here, there, edited)}) == 3
+
+
+def test_replaced_weights_of_a_model_are_asked(model, tmp_path, ask):
+    request = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
+    before = ask(model, **request)
+    change_weights(Path(model) / "model.safetensors")
+    assert ask(model, **request)["target_loss"] != before["target_loss"]
+
+
+def test_another_style_and_another_template_are_asked(model, tmp_path, ask):
+    request = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
+    losses = [ask(model, style=style, **request)["target_loss"]["value"] for style in ("plain", "chat")]
+    (template,) = Path(model).glob("chat_template.jinja")
+    template.write_text(template.read_text().replace("<", "["))
+    losses.append(ask(model, style="chat", **request)["target_loss"]["value"])
+    assert len(set(losses)) == 3
+
+
+def test_options_that_leave_the_questions_as_they_are_count(model, ask):
+    options = {"train_size": 2, "test_size": 3, "settings": {"max_terms": 2}}
+    written = [
+        ask(model, task="gym/chain_sum", options={**options, "max_new_tokens": most})["tokens"] for most in (2, 5)
+    ]
+    assert written[0] < written[1]
+
+
+def test_another_adapter_and_another_base_beneath_it_are_asked(model, tmp_path, ask):
+    run = tmp_path / "run"
+    train(check({
+        "model": model, "task": "gym/chain_sum", "train_size": 8, "test_size": 3, "settings": {"max_terms": 2},
+        "max_new_tokens": 4, "output": str(run), "steps": 2, "batch_size": 4, "device": "cpu", "learning_rate": 1e-2,
+    }))  # fmt: skip
+    losses = {who: [ask(str(run), who)["target_loss"]["value"]] for who in ("base", "adapted")}
+    for changed in (run / "adapter" / "adapter_model.safetensors", Path(model) / "model.safetensors"):
+        change_weights(changed)
+        for who, found in losses.items():
+            found.append(ask(str(run), who)["target_loss"]["value"])
+    assert len(set(losses["adapted"])) == 3
+    assert losses["base"][0] == losses["base"][1] != losses["base"][2]
+
+
+def test_pictures_of_other_content_under_the_same_names_are_other_questions(tmp_path):
+    from nalora import tasks
+
+    image = pytest.importorskip("PIL.Image")
+
+    def digest(folder, shade):
+        for split in ("train", "test"):
+            (folder / split / "one").mkdir(parents=True, exist_ok=True)
+            image.new("L", (8, 8), shade).save(folder / split / "one" / "0.png")
+        task = tasks.get("digits", data_dir=folder)
+        return identity.digest_of_examples(task, task.test_examples())
+
+    assert digest(tmp_path / "a", 3) == digest(tmp_path / "b", 3) != digest(tmp_path / "b", 200)
+
+
+def test_a_file_is_read_once_for_as_long_as_it_stays(tmp_path, monkeypatch):
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    monkeypatch.setattr(identity, "_TICK", -1)
+    first = identity.digest_of_file(file)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *_: pytest.fail("read again"))
+        assert identity.digest_of_file(file) == first
+    file.write_bytes(b"three")
+    assert identity.digest_of_file(file) != first
+
+
+def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(tmp_path, monkeypatch):
+    file = tmp_path / "weights"
+    file.write_bytes(b"one")
+    same = file.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", lambda *_, **__: same)
+        first = identity.digest_of_file(file)
+        file.write_bytes(b"two")
+        second = identity.digest_of_file(file)
+    assert second != first
