@@ -1,4 +1,8 @@
-"""Greedy answers to many prompts: long ones together, short ones together, padded on the left and masked."""
+"""Greedy answers to many prompts: long ones together, short ones together, padded and masked.
+
+A decoder's prompts are padded on the left, for it goes on at their end. An encoder's are padded on the right, as in
+training: where positions are absolute, pads on the left would move every token.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +84,8 @@ class Writer:
         """(text, tokens written, whether it came to an end) of each prompt."""
         tokenizer = self.encoder.tokenizer
         longest = max(map(len, prompts))
-        pads = [longest - len(prompt) for prompt in prompts]
-        ids = [[tokenizer.pad_token_id] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
-        mask = [[0] * pad + [1] * len(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+        ids = [self._padded(prompt, tokenizer.pad_token_id, longest) for prompt in prompts]
+        mask = [self._padded([1] * len(prompt), 0, longest) for prompt in prompts]
         if self.static:
             rows = write_greedily(
                 self.model,
@@ -111,6 +114,10 @@ class Writer:
         if self.encoder.kind == "causal":
             written = written[:, longest:]
         return [self._read(row) for row in written.tolist()]
+
+    def _padded(self, row: list[int], value: int, length: int) -> list[int]:
+        pads = [value] * (length - len(row))
+        return row + pads if self.encoder.kind == "seq2seq" else pads + row
 
     def _stops(self, row: list[int]) -> bool:
         """Whether what was written lately holds a text at which writing ends."""

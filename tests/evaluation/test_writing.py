@@ -1,0 +1,40 @@
+"""What is written, and how many tokens that took, does not depend on what else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from nalora.evaluation.writing import Writer
+from nalora.tasks import Example
+from nalora.training.data import Encoder
+
+EXAMPLES = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
+
+
+def answers(model, encoder, examples=EXAMPLES, *, alone=False, static=False, **options):
+    """(text, tokens, finished) of each example, all in one batch or each alone."""
+    writer = Writer(model, encoder, max_new_tokens=24, batch_tokens=1 if alone else 32_768, **options)
+    writer.static = static
+    found = {a.example.id: a for batch in writer.batches(examples) for a in writer.answer(batch)}
+    return [(found[each.id].outputs[0], found[each.id].tokens, found[each.id].finished) for each in examples]
+
+
+@pytest.fixture(scope="module")
+def bart():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=len(tiny.tokenizer()), d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.5,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).double().eval()
+
+
+def test_an_encoder_with_absolute_positions_reads_the_same_in_a_batch(bart):
+    encoder = Encoder(tiny.tokenizer(), "seq2seq")
+    alone = answers(bart, encoder, alone=True)
+    assert len({text for text, _, _ in alone}) > 2, "prompts make a difference"
+    assert answers(bart, encoder) == alone
