@@ -23,6 +23,16 @@ def answers(model, encoder, examples=EXAMPLES, *, alone=False, static=False, **o
 
 
 @pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tiny.tokenizer()), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, initializer_range=0.3, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+@pytest.fixture(scope="module")
 def bart():
     torch.manual_seed(0)
     config = transformers.BartConfig(
@@ -38,3 +48,23 @@ def test_an_encoder_with_absolute_positions_reads_the_same_in_a_batch(bart):
     alone = answers(bart, encoder, alone=True)
     assert len({text for text, _, _ in alone}) > 2, "prompts make a difference"
     assert answers(bart, encoder) == alone
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["generate", "static"])
+@pytest.mark.parametrize("pad", ["<pad>", "</s>"])
+def test_tokens_end_with_the_first_stop_text(llama, pad, static):
+    tokenizer = tiny.tokenizer()
+    free = [text for text, _, _ in answers(llama, Encoder(tokenizer))]
+    tokenizer.pad_token = pad
+    # A letter that comes back in the first answer, so that there is a first and a last; in others it never comes.
+    stop = next(letter for letter in free[0] if free[0].count(letter) > 1 and any(letter not in text for text in free))
+    expected = [(t.split(stop)[0], t.index(stop) + 1, True) if stop in t else (t, 24, False) for t in free]
+    for alone in (True, False):
+        assert answers(llama, Encoder(tokenizer), alone=alone, static=static, stop=(stop,)) == expected
+
+
+def test_of_two_stop_texts_the_one_that_begins_first_cuts(llama):
+    encoder = Encoder(tiny.tokenizer())
+    ((free, _, _),) = answers(llama, encoder, EXAMPLES[:1])
+    stop = (free[4:6], free[3:6])
+    assert answers(llama, encoder, EXAMPLES[:1], stop=stop) == [(free[:3], 6, True)]

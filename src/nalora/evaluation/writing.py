@@ -6,6 +6,7 @@ training: where positions are absolute, pads on the left would move every token.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -121,10 +122,15 @@ class Writer:
 
     def _stops(self, row: list[int]) -> bool:
         """Whether what was written lately holds a text at which writing ends."""
-        if not self.stop:
-            return False
-        text = self.encoder.tokenizer.decode(row[-_LATELY:], skip_special_tokens=True)
+        return bool(self.stop) and self._holds_a_stop(row[-_LATELY:])
+
+    def _holds_a_stop(self, row: list[int]) -> bool:
+        text = self._decoded(row)
         return any(stop in text for stop in self.stop)
+
+    def _decoded(self, row: list[int]) -> str:
+        text: str = self.encoder.tokenizer.decode(row, skip_special_tokens=True)
+        return text
 
     def _ends(self) -> list[int]:
         """The tokens that end an answer: the tokenizer's, and those the model was released with."""
@@ -133,10 +139,13 @@ class Writer:
         return list(dict.fromkeys(e for e in (self.encoder.tokenizer.eos_token_id, *own) if e is not None))
 
     def _read(self, row: list[int]) -> tuple[str, int, bool]:
+        """(text, tokens, whether it came to an end) of what one row holds, up to its first end or stopping text."""
         ends = set(self._ends())
-        skip = 1 if self.encoder.kind == "seq2seq" else 0  # a decoder's start token
-        count = next((i + 1 for i, token in enumerate(row[skip:]) if token in ends), len(row) - skip)
-        ended = any(token in ends for token in row[skip:])
-        text: str = self.encoder.tokenizer.decode(row[skip : skip + count], skip_special_tokens=True)
-        cuts = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
-        return (text[: min(cuts)] if cuts else text), count, ended or bool(cuts)
+        written = row[1:] if self.encoder.kind == "seq2seq" else row  # without a decoder's start token
+        count = next((i + 1 for i, token in enumerate(written) if token in ends), len(written))
+        if not self._holds_a_stop(written[:count]):
+            return self._decoded(written[:count]), count, any(token in ends for token in written)
+        # Pads follow where a batch went on, and more text where a stop was not looked for after every token.
+        count = 1 + bisect_left(range(count), True, key=lambda last: self._holds_a_stop(written[: last + 1]))
+        text = self._decoded(written[:count])
+        return text[: min(at for stop in self.stop if (at := text.find(stop)) >= 0)], count, True
