@@ -99,6 +99,21 @@ def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
     assert whole == pieces
 
 
+@pytest.mark.parametrize(("writing", "file"), [(True, "summary.json"), (False, "losses.json")])
+def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, writing, file):
+    def asked(limit):
+        summary = evaluation.evaluate(loaded, Echo(), tmp_path, limit=limit, writing=writing)
+        return summary["examples"], json.loads((tmp_path / file).read_text())["examples"]
+
+    assert asked(2) == (2, 2)
+    assert asked(4) == (4, 4)
+    assert asked(None) == (9, 9)
+    assert asked(1) == (1, 9)
+    (tmp_path / file).write_text("{damaged")
+    assert asked(1) == (1, 1)
+    assert json.loads((tmp_path / file).read_text())["questions"] == 9
+
+
 def test_intervals_stand_beside_every_measure(loaded, tmp_path):
     summary = evaluation.evaluate(loaded, Echo(40), tmp_path)
     measured = summary["measures"]["accuracy"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
 
 from nalora.errors import NALoRAError
 from nalora.report.data import differences, layer_labels, read_run, read_runs
-from report.run_folders import LOWER, UPPER, block_names, write_run
+from nalora.report.words import answers
+from report.run_folders import LOWER, UPPER, block_names, summary, write, write_run
 
 
 def test_everything_that_a_run_wrote_is_read(tmp_path):
@@ -47,6 +49,36 @@ def test_the_newest_evaluation_counts(tmp_path):
     newer.parent.mkdir()
     newer.write_text(json.dumps(json.loads(file.read_text()) | {"examples": 12345}))
     assert read_run(run).evaluations["gym/chain_sum"]["adapted"]["examples"] == 12345
+
+
+def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
+    run = write_run(tmp_path, evaluated=False)
+    place = run / "evaluations" / "gym" / "chain_sum"
+
+    def shown():
+        return read_run(run).evaluations["gym/chain_sum"]["adapted"]["examples"]
+
+    write(place / "adapted-0" / "summary.json", summary(2, of=5) | {"questions": 100})
+    assert shown() == 5
+    assert "the first 5 of 100" in answers([read_run(run)])
+    write(place / "adapted-1" / "summary.json", summary(31, of=100))
+    for number, questions in (("2", 100), ("3", 1000)):
+        write(place / f"adapted-{number}" / "summary.json", summary(2, of=5) | {"questions": questions})
+        assert shown() == 100
+    assert "the first" not in answers([read_run(run)])
+
+
+def test_what_was_held_out_of_training_is_named_as_such(tmp_path):
+    run = write_run(tmp_path, seed=0)
+    for who in ("base", "adapted"):
+        write(run / "evaluations" / "gym" / "chain_sum-validation" / f"{who}-0" / "summary.json", summary(90))
+    for file in run.rglob("chain_sum/*/summary.json"):
+        os.utime(file, (2e9, 2e9))
+    read = read_run(run)
+    assert list(read.evaluations) == ["gym/chain_sum", "gym/chain_sum (validation)"]
+    shares = {task: asked["adapted"]["measures"]["accuracy"]["value"] for task, asked in read.evaluations.items()}
+    assert shares == {"gym/chain_sum": 0.31, "gym/chain_sum (validation)": 0.9}
+    assert "gym/chain_sum (validation): value" in answers([read])
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):

@@ -96,9 +96,6 @@ def test_what_a_user_asks_beside_a_study_does_not_change_it(job):
     evaluate_target(run, Request(task="gym/spell_backward", options=other, with_base=False))
     assert store.result("run") == before
     evaluate_target(run, Request(limit=3, with_base=False))
-    assert store.result("run").losses == before.losses
-    assert not store.result("run").has(ANSWERS)
-    work(everything)
     assert store.result("run") == before
 
 

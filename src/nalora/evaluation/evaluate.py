@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """The summary of a model on a task, with every output and every score kept in the folder.
 
+    It tells how many examples were asked, of how many questions. A summary of more that is there already stays.
+
     Args:
         loaded: the model, adapted or not.
         task: what to ask.
@@ -48,8 +51,10 @@ def evaluate(
     Raises:
         NALoRAError: something that scoring needs is not there.
     """
-    examples = list(task.test_examples() if examples is None else examples)[:limit]
-    summary: dict[str, Any] = {"task": task.name, "examples": len(examples), "measures": {}, "chance": {}}
+    questions = list(task.test_examples() if examples is None else examples)
+    examples = questions[:limit]
+    counts = {"examples": len(examples), "questions": len(questions)}
+    summary: dict[str, Any] = {"task": task.name, **counts, "measures": {}, "chance": {}}
     if writing:
         task.prepare_scoring()
         outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
@@ -63,8 +68,18 @@ def evaluate(
         }
     summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
     folder.mkdir(parents=True, exist_ok=True)  # nothing was kept there of questions without right answers
-    write_json(folder / ("summary.json" if writing else "losses.json"), summary)
+    _keep(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
+
+
+def _keep(path: Path, summary: dict[str, Any]) -> None:
+    """Write a summary, unless there is one of more questions: a quick look takes nothing away."""
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))["examples"]
+    except (OSError, ValueError, KeyError, TypeError):
+        there = 0
+    if summary["examples"] >= there:
+        write_json(path, summary)
 
 
 def summarise(task: Task, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, Any]:

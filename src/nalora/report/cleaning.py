@@ -13,6 +13,12 @@ def clean_summary(summary: dict[str, Any]) -> dict[str, Any]:
     return summary | {"measures": clean, "target_loss": _measured(summary.get("target_loss"))}
 
 
+def is_partial(summary: dict[str, Any]) -> bool:
+    """Whether only the first of a task's questions were asked; a summary that does not say counts as whole."""
+    examples, questions = summary.get("examples"), summary.get("questions")
+    return isinstance(examples, int) and isinstance(questions, int) and examples < questions
+
+
 def clean_diagnosis(found: dict[str, Any]) -> dict[str, Any] | None:
     """A diagnosis whose blocks and intervals are whole; None where they are not."""
     blocks, intervals = found.get("blocks"), found.get("intervals")

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nalora.errors import NALoRAError
-from nalora.report.cleaning import clean_diagnosis, clean_mismatch, clean_summary
+from nalora.report.cleaning import clean_diagnosis, clean_mismatch, clean_summary, is_partial
 from nalora.report.gates import Gates, read_gates
 from nalora.training.folder import RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
 # In the order in which the sections of a report ask for them.
 TOPICS = ("result", "metrics", "evaluations", "gates", "diagnosis", "mismatch")
+# How the folder of a task ends where it was asked what a run held out of its training set.
+_HELD_OUT = "-validation"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class RunData:
         result: what the run came to; None while it is going, or after a kill.
         metrics: the rows of metrics.jsonl in the order of their steps.
         gates: gates.jsonl; None for methods that do not steer gates.
-        evaluations: summaries by task and by who was asked, ``base`` or ``adapted``.
+        evaluations: summaries by task (of what was held out of training: ``TASK (validation)``) and by who was asked,
+            ``base`` or ``adapted``.
         diagnosis: diagnosis.json, written by `nalora diagnose`.
         mismatch: mismatch.json, written by `nalora diagnose --against`.
         notices: what a reader must know: what is damaged, unfinished or left out.
@@ -265,13 +268,24 @@ def _why_no_gates(path: Path, settings: dict[str, Any]) -> str:
 
 
 def _read_evaluations(folder: Path, notices: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The summaries, the newest of each task and each who was asked."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    files = sorted(folder.rglob("summary.json"), key=lambda file: file.stat().st_mtime) if folder.is_dir() else []
-    for file in files:
+    """The summaries, one of each task and each who was asked: the newest of all questions, else the newest of fewer.
+
+    What was held out of training is a task of its own after the others: choices were made by it.
+    """
+    summaries = []
+    for file in folder.rglob("summary.json") if folder.is_dir() else ():
         who = file.parent.name.rpartition("-")[0] or file.parent.name
         summary = _read_object(file, notices)
         if summary is not None and who in ("base", "adapted"):
-            task = summary.get("task") or str(file.parent.parent.relative_to(folder))
-            found.setdefault(str(task), {})[who] = clean_summary(summary)
+            order = (_is_validation(file), not is_partial(summary), file.stat().st_mtime)
+            summaries.append((order, file, who, clean_summary(summary)))
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for _, file, who, summary in sorted(summaries, key=lambda each: each[0]):
+        task = str(summary.get("task") or file.parent.parent.relative_to(folder))
+        name = f"{task.removesuffix(_HELD_OUT)} (validation)" if _is_validation(file) else task
+        found.setdefault(name, {})[who] = summary
     return found
+
+
+def _is_validation(summary: Path) -> bool:
+    return summary.parent.parent.name.endswith(_HELD_OUT)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from nalora.report.cleaning import is_partial
 from nalora.report.data import RunData, differences
 from nalora.report.sentences import base_summary, findings, measures_of, score
 
@@ -61,7 +62,8 @@ def _cells(found: dict[str, Any], measures: Sequence[str]) -> list[str]:
             cells.append(f"{measured.value:.4g}")
         else:
             cells.append(f"{measured.value:.4g} ({measured.interval[0]:.4g} … {measured.interval[1]:.4g})")
-    return [*cells, _count(found.get("examples"))]
+    asked = _count(found.get("examples"))
+    return [*cells, f"the first {asked} of {_count(found['questions'])}" if is_partial(found) else asked]
 
 
 def costs(runs: Sequence[RunData]) -> str:
