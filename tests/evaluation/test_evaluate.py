@@ -122,6 +122,16 @@ def test_intervals_stand_beside_every_measure(loaded, tmp_path):
         assert low <= measured["value"] <= high
 
 
+@pytest.mark.parametrize("writing", [True, False])
+@pytest.mark.parametrize(("count", "limit", "found"), [(0, None, "none of 0 questions"), (9, 0, "none of 9 questions")])
+def test_nothing_to_ask_is_said_before_anything_is_kept(loaded, tmp_path, writing, count, limit, found):
+    with pytest.raises(nalora.NALoRAError, match=found):
+        evaluation.evaluate(loaded, Echo(count), tmp_path, limit=limit, writing=writing)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(nalora.NALoRAError, match="no examples"):
+        evaluation.summarise(Echo(), [], [])
+
+
 def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     settings = {
         "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 12,

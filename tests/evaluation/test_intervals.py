@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from nalora.errors import NALoRAError
 from nalora.evaluation.intervals import bootstrap, wilson
 
 
@@ -37,3 +38,15 @@ def test_bootstrap_of_a_mean_is_near_the_normal_one_and_repeats():
     middle, half = sum(values) / 400, 1.96 * 2 / 20
     assert interval == pytest.approx((middle - half, middle + half), abs=0.05)
     assert bootstrap(400, mean)["mean"] == interval
+
+
+def test_bootstrap_leaves_a_fortieth_of_the_draws_on_either_side():
+    # Each draw measures its own place in the order: the interval is then the percentiles themselves.
+    places = iter(range(1000))
+    assert bootstrap(1, lambda drawn: {"place": float(next(places))})["place"] == (25, 974)
+
+
+def test_of_nothing_a_share_may_be_anything_and_a_mean_is_none():
+    assert wilson(0, 0) == (0, 1)
+    with pytest.raises(NALoRAError, match="no examples"):
+        bootstrap(0, lambda drawn: {})

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nalora.errors import NALoRAError
 from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
@@ -49,10 +50,17 @@ def evaluate(
         report: hears of progress.
 
     Raises:
-        NALoRAError: something that scoring needs is not there.
+        NALoRAError: nothing is asked, or something that scoring needs is not there.
     """
     questions = list(task.test_examples() if examples is None else examples)
     examples = questions[:limit]
+    if not examples:
+        raise NALoRAError(
+            f"task {task.name!r}",
+            found=f"none of {len(questions)} questions to ask",
+            expected="at least one",
+            fix="raise limit" if questions else "check the task's files; validation needs a run with validation_size",
+        )
     counts = {"examples": len(examples), "questions": len(questions)}
     summary: dict[str, Any] = {"task": task.name, **counts, "measures": {}, "chance": {}}
     if writing:
@@ -83,7 +91,11 @@ def _keep(path: Path, summary: dict[str, Any]) -> None:
 
 
 def summarise(task: Task, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, Any]:
-    """Measures with their intervals, and what knowing nothing would score."""
+    """Measures with their intervals, and what knowing nothing would score.
+
+    Raises:
+        NALoRAError: there are no scores.
+    """
 
     def of_drawn(drawn: Sequence[int]) -> dict[str, float]:
         return task.summarise([examples[i] for i in drawn], [scores[i] for i in drawn])
