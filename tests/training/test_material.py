@@ -1,0 +1,29 @@
+"""What a run is given to learn: what is held out for validation stays out of it, for text as for pictures."""
+
+from __future__ import annotations
+
+import tiny
+
+from nalora import tasks
+from nalora.models import loading
+from nalora.tasks.validation import hold_out
+from nalora.training.material import prepare, rows_summary
+from nalora.training.settings import check
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 4}
+
+
+def test_texts_held_out_are_not_learnt_from(tmp_path):
+    run = check({
+        "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "settings": SUMS, "train_size": 40,
+        "test_size": 4, "validation_size": 12, "device": "cpu", "max_length": 128,
+    })  # fmt: skip
+    task = tasks.get(run.settings.task, **run.task_options)
+    learnt, held = hold_out(task.train_examples(), 12)
+    material = prepare(task, loading.load(run.settings.model_spec("causal")), run.settings)
+    texts = [material.collator(rows)["input_ids"][0].tolist() for rows in ([row] for row in material.dataset.rows)]
+    tokenizer = tiny.tokenizer()
+    expected = [[*tokenizer(each.prompt + each.target).input_ids, tokenizer.eos_token_id] for each in learnt]
+    assert texts == expected
+    assert len(held) == 12
+    assert rows_summary(material)["examples"] == len(learnt)
