@@ -17,6 +17,7 @@ from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out, split_places
 from nalora.training.data import Collator, Encoder, TrainingRows, encode
 from nalora.training.graphed import MULTIPLE
+from nalora.training.kept_apart import refuse_encoder_decoder, refuse_unless_kept_apart
 from nalora.training.settings import RunSettings
 
 
@@ -69,7 +70,11 @@ class Material:
 
 
 def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
-    """The task's training set for this model."""
+    """The task's training set for this model.
+
+    Raises:
+        NALoRAError: the data is not there or does not fit, or is to be packed for a model that mixes what is packed.
+    """
     adapter = settings.adapter()
     if isinstance(task, ImageTask):
         from nalora.tasks import clip
@@ -82,6 +87,9 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
             pictures = pictures[: settings.train_limit]
         collator = clip.PictureCollator(loaded.processor.image_processor)
         return Material(as_asked(loaded, task).model, RowDataset(pictures), collator, adapter)
+    if settings.packing:
+        refuse_encoder_decoder(loaded.spec.kind)
+        refuse_unless_kept_apart(loaded.model)
     encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
     rows = encode(
         hold_out(task.train_examples(), settings.validation_size)[0],
