@@ -11,7 +11,7 @@ import transformers
 import nalora.training.run as module
 
 
-def train_and_stop(run, monkeypatch, after: int) -> None:
+def train_and_stop(run, monkeypatch, after: int, *, resume: bool = False) -> None:
     """Train until Ctrl-C arrives in the step of that number, which is still finished."""
 
     class CtrlC(transformers.TrainerCallback):
@@ -23,4 +23,4 @@ def train_and_stop(run, monkeypatch, after: int) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(CtrlC()) or t)
         with pytest.raises(module.Interrupted, match=f"after step {after}"):
-            module.train(run)
+            module.train(run, resume=resume)

@@ -83,6 +83,41 @@ def test_ctrl_c_then_resume_is_the_uninterrupted_run(settings, method, tmp_path,
     assert metrics(whole["output"]) == metrics(settings["output"])
 
 
+@pytest.mark.parametrize("stops", [(1,), (4,), (6,), (2, 5)])
+def test_a_resumed_run_tells_of_all_its_steps(settings, stops, tmp_path, monkeypatch):
+    # Rows of three steps each, so that a stop is within one, or at its end.
+    settings |= {"steps": 8, "log_every": 3}
+    whole = train(check({**settings, "output": str(tmp_path / "whole")}))
+    parts = check(settings)
+    for number, stop in enumerate(stops):
+        train_and_stop(parts, monkeypatch, after=stop, resume=number > 0)
+    resumed = train(parts, resume=True)
+    assert resumed["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-6)
+    assert metrics(settings["output"]) == metrics(tmp_path / "whole")
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(settings, monkeypatch):
+    run = check(settings)
+    train_and_stop(run, monkeypatch, after=3)
+    folder = RunFolder(settings["output"])
+    file = folder.checkpoints / "checkpoint-3" / "so_far.json"
+    so_far = json.loads(file.read_text())
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert so_far["seconds"] >= rows[-1]["seconds"]
+    file.write_text(json.dumps({**so_far, "seconds": 1000.0}))
+    assert 1000 < train(run, resume=True)["seconds"] < 1100
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [row["seconds"] > 1000 for row in rows] == [False] * 3 + [True] * 3
+
+
+def test_a_checkpoint_without_sums_is_resumed_from_all_the_same(settings, monkeypatch):
+    run = check(settings)
+    train_and_stop(run, monkeypatch, after=4)
+    (RunFolder(settings["output"]).checkpoints / "checkpoint-4" / "so_far.json").unlink()
+    losses = train(run, resume=True)["train_loss"]
+    assert losses == pytest.approx(sum(row["loss"] for row in metrics(settings["output"])[4:]) / 2, rel=1e-6)
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(settings, tmp_path):
     whole = {**settings, "output": str(tmp_path / "whole")}
     train(check(whole))

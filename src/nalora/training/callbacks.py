@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,28 +14,73 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from nalora import processes
-from nalora.training.folder import COMPLETE, RunFolder
+from nalora.training.folder import COMPLETE, RunFolder, write_json
+
+# In a checkpoint: the losses and the time up to it, which a Trainer begins anew when it is resumed.
+_SO_FAR = "so_far.json"
 
 
 class RunRecord(TrainerCallback):  # type: ignore[misc]
-    """Writes metrics and marks checkpoints that are whole."""
+    """Writes metrics, marks checkpoints that are whole, and counts losses and time over all parts of a resumed run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.began = time.perf_counter()
+        self.trainer: Any = None
+        # The step from which on losses are added up: not 0 after a checkpoint that kept none.
+        self.first_step = 0
+
+    def follow(self, trainer: Any) -> None:
+        """The time runs from here; what the trainer adds up is kept in its checkpoints."""
+        self.trainer, self.began = trainer, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, in all its parts."""
+        return time.perf_counter() - self.began
+
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of all steps, once training has ended."""
+        steps: int = self.trainer.state.global_step - self.first_step
+        return float(self.trainer._total_loss_scalar) / max(steps, 1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on with the sums of the checkpoint that is resumed from."""
+        file = self._checkpoint(state) / _SO_FAR
+        if not file.is_file():
+            self.first_step = state.global_step
+            return
+        so_far = json.loads(file.read_text(encoding="utf-8"))
+        self.began -= so_far["seconds"]
+        self.trainer._total_loss_scalar = so_far["loss_logged"]
+        self.trainer._tr_loss += so_far["loss_since"]
+        self.trainer._globalstep_last_logged = so_far["logged_step"]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """One row for each logged step."""
         if state.is_world_process_zero and logs and "loss" in logs:
-            row = {"step": state.global_step, **logs, "seconds": round(time.perf_counter() - self.began, 3)}
+            row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3)}
             with self.folder.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The checkpoint is complete: no process will write any more into it."""
+        # Each process has added up its own; a row of metrics has their mean.
+        since = processes.add_up(self.trainer._tr_loss.detach().clone()).item() / processes.count()
         processes.wait_for_all()
         if state.is_world_process_zero:
-            (self.folder.checkpoints / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+            so_far = {
+                "loss_logged": self.trainer._total_loss_scalar,
+                "loss_since": since,
+                "logged_step": self.trainer._globalstep_last_logged,
+                "seconds": self.seconds,
+            }
+            write_json(self._checkpoint(state) / _SO_FAR, so_far)
+            (self._checkpoint(state) / COMPLETE).touch()
+
+    def _checkpoint(self, state: Any) -> Path:
+        return self.folder.checkpoints / f"checkpoint-{state.global_step}"
 
 
 class GracefulStop(TrainerCallback):  # type: ignore[misc]

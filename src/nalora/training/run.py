@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,13 +75,13 @@ def _train(
     if step_of(checkpoint) >= start.steps:
         # Killed before its result was written: from the checkpoint of its last step transformers would do one more.
         checkpoint = folder.latest_checkpoint(before=start.steps)
-    stop, bar = GracefulStop(), ProgressBar(console, run.method.title)
-    trainer = make_trainer(settings, model, material.dataset, material.collator, [RunRecord(folder), stop, bar])
+    record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title)
+    trainer = make_trainer(settings, model, material.dataset, material.collator, [record, stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
     folder.forget_after(step_of(checkpoint))
     _keep_records(run, trainer, folder, loaded.model, material)
-    began = time.perf_counter()
+    record.follow(trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -90,7 +89,7 @@ def _train(
             processes.a_lost_one_is_named(lambda: trainer.state.global_step),
             _fused(trainer) if settings.fused_adapters else contextlib.nullcontext(),
         ):
-            outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except processes.LostProcessError:
         stop.keep_listening()
         raise
@@ -104,9 +103,9 @@ def _train(
         "model": settings.model,
         "task": settings.task,
         "steps": trainer.state.global_step,
-        "train_loss": outcome.training_loss,
+        "train_loss": record.train_loss,
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(record.seconds, 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
         **rows_summary(material),
     }
