@@ -6,11 +6,15 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
 from nalora.tasks.clip import TARGET_MODULES, CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
 from nalora.tasks.images import Picture
+from nalora.training.folder import RunFolder, read_jsonl
+from nalora.training.run import train
+from nalora.training.settings import check
 
 pytest.importorskip("sklearn")
 
@@ -236,3 +240,29 @@ def test_full_fine_tuning_with_trainer_learns_and_evaluates(digits, tmp_path):
     assert accuracy(model, digits.test_images()) > 0.5
     assert torch.equal(model.head, head)
     assert run.evaluate(digits.test_images())["eval_loss"] < 2.0
+
+
+@pytest.mark.parametrize("micro", [4, 2])
+def test_a_step_is_the_same_in_any_passes(tmp_path, micro):
+    """Of 11 digits the second step has 3: passes of 2 and 1, whose means are of unlike numbers."""
+    settings = {
+        "model": saved_clip(tmp_path / "clip"), "task": "digits", "train_limit": 11, "device": "cpu", "epochs": 2,
+        "batch_size": 8, "learning_rate": 1e-2, "log_every": 1, "dtype": "float32", "max_norm": 0.1,
+    }  # fmt: skip
+    for size in (8, micro):
+        train(check({**settings, "micro_batch_size": size, "output": str(tmp_path / str(size))}))
+    whole, parts = (RunFolder(tmp_path / str(size)) for size in (8, micro))
+    for name in ("loss", "grad_norm"):
+        expected, found = ([row[name] for row in read_jsonl(each.metrics)] for each in (whole, parts))
+        assert len(expected) == 4
+        assert found == pytest.approx(expected, rel=1e-4)
+    weights = load_file(whole.adapter / "adapter_model.safetensors")
+    for name, found in load_file(parts.adapter / "adapter_model.safetensors").items():
+        torch.testing.assert_close(found, weights[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_loss_of_an_evaluation_is_a_mean_whatever_the_batches(digits, tmp_path):
+    run = trainer(classifier(), digits, tmp_path, max_steps=1)
+    pictures = digits.test_images()[:50]
+    expected = sum(class_losses(run.model, pictures, processor())) / 50
+    assert run.evaluate(pictures)["eval_loss"] == pytest.approx(expected, rel=1e-5)

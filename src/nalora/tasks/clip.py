@@ -30,6 +30,8 @@ class CLIPClassifier(nn.Module):
 
     head: Tensor
     logit_scale: Tensor
+    # Tells a Trainer to say how many images its step has.
+    accepts_loss_kwargs = True
 
     def __init__(self, clip: Any, tokenizer: Any, prompts: Sequence[str]) -> None:
         super().__init__()
@@ -41,11 +43,20 @@ class CLIPClassifier(nn.Module):
         self.register_buffer("head", zero_shot_head(clip, tokenizer, prompts))
         self.register_buffer("logit_scale", clip.logit_scale.detach().exp())
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
-        """The scores as `logits`, one row an image, and with labels the cross-entropy as `loss`."""
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, num_items_in_batch: Tensor | int | None = None
+    ) -> ImageClassifierOutput:
+        """The scores as `logits`, one row an image, and with labels the cross-entropy as `loss`.
+
+        The loss is the mean over these images, or this pass's share of the mean over the `num_items_in_batch` of a
+        step: a mean of passes' means would count images more where the last pass has fewer.
+        """
         images = self.visual_projection(self.vision_model(pixel_values=pixel_values).pooler_output)
         logits = self.logit_scale * nn.functional.normalize(images, dim=-1) @ self.head.T
-        loss = nn.functional.cross_entropy(logits.float(), labels) if labels is not None else None
+        loss = None
+        if labels is not None:
+            items = len(labels) if num_items_in_batch is None else num_items_in_batch
+            loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / items
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 

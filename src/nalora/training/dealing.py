@@ -42,7 +42,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose processes share each pass over the data without a remainder."""
 
     def get_train_dataloader(self) -> Any:
-        """Accelerate's, with blanks. Pictures are dealt its way: a classifier's loss is a mean over each batch."""
+        """Accelerate's, with blanks. Pictures are dealt its way: there is no blank one."""
         loader = super().get_train_dataloader()
         dealt = loader.batch_sampler
         if isinstance(dealt, BatchSamplerShard) and isinstance(self.data_collator, Collator):
