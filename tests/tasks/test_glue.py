@@ -60,13 +60,12 @@ def folder(tmp_path):
 @pytest.mark.parametrize("name", HUB)
 def test_the_hub_gives_t5s_own_format(monkeypatch, name):
     row, prompt, target = HUB[name]
-    asked = []
-    monkeypatch.setattr(sources, "hub_rows", lambda *request: asked.append(request) or [row])
-    task = tasks.get(name)
-    for examples in (task.train_examples(), task.test_examples()):
-        assert [(each.prompt, each.target, each.facts) for each in examples] == [(prompt, target, {"label": target})]
     validation = "validation_matched" if name == "mnli" else "validation"
-    assert asked == [(name, "nyu-mll/glue", split, name) for split in ("train", validation)]
+    for split, of in (("train", "train_examples"), (validation, "test_examples")):
+        wanted = (name, "nyu-mll/glue", split, name)
+        monkeypatch.setattr(sources, "hub_rows", lambda *asked, wanted=wanted: [row] if asked == wanted else [])
+        examples = getattr(tasks.get(name), of)()
+        assert [(each.prompt, each.target, each.facts) for each in examples] == [(prompt, target, {"label": target})]
 
 
 @pytest.mark.parametrize("inside", ["", "glue", "glue/{name}"])
@@ -104,6 +103,66 @@ def test_glues_own_file_names_are_read_too(tmp_path):
 
 def test_made_up_pairs_of_mrpc_are_dropped(folder):
     assert [example.target for example in tasks.get("mrpc", data_dir=folder).train_examples()] == ["equivalent"]
+
+
+MRPC_COLUMNS = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+
+
+def mrpc_files(folder, *names):
+    """Files of MRPC, each with one pair that says which file it is of."""
+    for name in names:
+        (folder / name).write_text(f"{MRPC_COLUMNS}1\t1\t2\t{name}\tTwo.\n")
+    return tasks.get("mrpc", data_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "test"),
+    [
+        (("msr_paraphrase_train.txt", "train.tsv", "dev.tsv"), "train.tsv", "dev.tsv"),
+        (
+            ("msr_paraphrase_train.txt", "msr_paraphrase_test.txt", "dev.tsv"),
+            "msr_paraphrase_train",
+            "msr_paraphrase_test",
+        ),
+        (("train.tsv", "dev.tsv", "msr_paraphrase_test.txt"), "train.tsv", "dev.tsv"),
+        (("msr_paraphrase_train.txt",), "msr_paraphrase_train.txt", None),
+        (("dev.tsv",), None, "dev.tsv"),
+    ],
+)
+def test_files_are_taken_in_pairs(tmp_path, names, train, test):
+    task = mrpc_files(tmp_path, *names)
+    for expected, examples in ((train, task.train_examples), (test, task.test_examples)):
+        if expected is None:
+            with pytest.raises(NALoRAError, match="none of"):
+                examples()
+        else:
+            assert f"sentence1: {expected}" in examples()[0].prompt
+
+
+def test_files_of_two_splits_are_refused(tmp_path):
+    task = mrpc_files(tmp_path, "msr_paraphrase_train.txt", "dev.tsv")
+    for examples in (task.train_examples, task.test_examples):
+        with pytest.raises(NALoRAError, match=r"msr_paraphrase_train.txt and dev.tsv, which may share examples"):
+            examples()
+
+
+def test_pairs_of_mrpc_without_ids_are_all_kept(tmp_path):
+    rows = "1\tOne.\tTwo.\n0\tThree.\tFour.\n"
+    (tmp_path / "train.tsv").write_text(f"Quality\t#1 String\t#2 String\n{rows}")
+    assert len(tasks.get("mrpc", data_dir=tmp_path).train_examples()) == 2
+
+
+def test_sentences_of_cola_that_are_asked_too_are_left_out_and_counted(folder):
+    with (folder / "glue/cola/in_domain_train.tsv").open("a") as file:
+        # With another label too: what is asked is the sentence.
+        file.write("gj04\t0\t*\tHim sleeps.\ngj04\t1\t\tShe sleeps.\ngj04\t0\t*\tShe sleeps.\n")
+    task = tasks.get("cola", data_dir=folder)
+    assert [each.prompt for each in task.train_examples()] == ["cola sentence: He sleeps."]
+    assert task.also_asked == 3
+    for name in ("in_domain_dev.tsv", "out_of_domain_dev.tsv"):
+        (folder / "glue/cola" / name).unlink()
+    alone = tasks.get("cola", data_dir=folder)
+    assert (len(alone.train_examples()), alone.also_asked) == (4, 0)
 
 
 def test_a_decoder_goes_on_with_the_label(folder):

@@ -24,10 +24,11 @@ class _Set:
         labels: the words T5 writes, at the number that the hub gives the label.
         texts: what T5 calls each text, and the hub's column of it, in T5's order.
         file_columns: the column in files of each column above, and of "label"; the same name where it is missing.
-        train_files: names of the training file; the first that is there.
-        test_files: names of the test file; each entry may be several files, read one after the other.
+        files: a training file and the test files that belong to it, read one after the other; the first such pair that
+            is there, since another pair may be split elsewhere.
         header: the columns of files that do not name them.
         test_split: the hub's; its "test" has no labels.
+        repeats: whether the training file repeats questions of the test files, which are then not learnt from.
         extra: a measure besides accuracy, of the label numbered 1.
     """
 
@@ -35,10 +36,10 @@ class _Set:
     labels: tuple[str, ...]
     texts: dict[str, str]
     file_columns: dict[str, str]
-    train_files: tuple[str, ...]
-    test_files: tuple[tuple[str, ...], ...]
+    files: tuple[tuple[str, tuple[str, ...]], ...]
     header: tuple[str, ...] | None = None
     test_split: str = "validation"
+    repeats: bool = False
     extra: Literal["mcc", "f1"] | None = None
 
 
@@ -48,8 +49,7 @@ _SETS = {
         labels=("entailment", "neutral", "contradiction"),
         texts={"hypothesis": "hypothesis", "premise": "premise"},
         file_columns={"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
-        train_files=("train.tsv",),
-        test_files=(("dev_matched.tsv",),),
+        files=(("train.tsv", ("dev_matched.tsv",)),),
         test_split="validation_matched",
     ),
     "sst2": _Set(
@@ -57,18 +57,21 @@ _SETS = {
         labels=("negative", "positive"),
         texts={"sentence": "sentence"},
         file_columns={},
-        train_files=("train.tsv",),
-        test_files=(("dev.tsv",),),
+        files=(("train.tsv", ("dev.tsv",)),),
     ),
     "cola": _Set(
         "CoLA",
         labels=("unacceptable", "acceptable"),
         texts={"sentence": "sentence"},
         file_columns={},
-        train_files=("in_domain_train.tsv", "train.tsv"),
-        # Together they are the hub's validation split.
-        test_files=(("in_domain_dev.tsv", "out_of_domain_dev.tsv"), ("dev.tsv",)),
+        # The two test files together are the hub's validation split.
+        files=(
+            ("in_domain_train.tsv", ("in_domain_dev.tsv", "out_of_domain_dev.tsv")),
+            ("train.tsv", ("dev.tsv",)),
+        ),
         header=("source", "label", "mark", "sentence"),
+        # 18 of its 8,551 training sentences.
+        repeats=True,
         extra="mcc",
     ),
     "qnli": _Set(
@@ -76,17 +79,15 @@ _SETS = {
         labels=("entailment", "not_entailment"),
         texts={"question": "question", "sentence": "sentence"},
         file_columns={},
-        train_files=("train.tsv",),
-        test_files=(("dev.tsv",),),
+        files=(("train.tsv", ("dev.tsv",)),),
     ),
     "mrpc": _Set(
         "MRPC",
         labels=("not_equivalent", "equivalent"),
         texts={"sentence1": "sentence1", "sentence2": "sentence2"},
         file_columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
-        train_files=("msr_paraphrase_train.txt", "train.tsv"),
         # The corpus' own test file; the hub's 408 validation rows are another split, cut from its training file.
-        test_files=(("msr_paraphrase_test.txt",), ("dev.tsv",)),
+        files=(("msr_paraphrase_train.txt", ("msr_paraphrase_test.txt",)), ("train.tsv", ("dev.tsv",))),
         extra="f1",
     ),
 }
@@ -127,13 +128,14 @@ class GLUE(Task):
             NALoRAError: the data is not there, or is something else.
         """
         if self.data_dir is None:
-            return self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
-        rows = sources.tsv_rows(self._file(self.data_dir, *self._set.train_files), self._set.header)
-        if self.name == "mrpc":
-            # Ids that repeat are four made-up sentences in a public copy, all numbered -1; the corpus has 4,076 pairs.
-            seen = Counter((row.get("#1 ID"), row.get("#2 ID")) for row in rows)
-            rows = [row for row in rows if seen[row.get("#1 ID"), row.get("#2 ID")] == 1]
-        return self._examples("train", rows, self._set.file_columns)
+            examples = self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
+        else:
+            (file,) = self._files(self.data_dir, "train")
+            rows = sources.tsv_rows(file, self._set.header)
+            if self.name == "mrpc":
+                rows = _without_repeated_ids(rows)
+            examples = self._examples("train", rows, self._set.file_columns)
+        return self._not_asked(examples) if self._set.repeats else examples
 
     def test_examples(self) -> Sequence[Example]:
         """The hub's validation split, or the labelled test file of a folder, in file order.
@@ -144,10 +146,8 @@ class GLUE(Task):
         if self.data_dir is None:
             rows = sources.hub_rows(self.name, "nyu-mll/glue", self._set.test_split, self.name)
             return self._examples("test", rows, {})
-        first = self._file(self.data_dir, *(files[0] for files in self._set.test_files))
-        files = next(files for files in self._set.test_files if files[0] == first.name)
-        found = [self._file(first.parent, file) for file in files]
-        rows = [row for file in found for row in sources.tsv_rows(file, self._set.header)]
+        files = self._files(self.data_dir, "test")
+        rows = [row for file in files for row in sources.tsv_rows(file, self._set.header)]
         return self._examples("test", rows, self._set.file_columns)
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
@@ -181,9 +181,50 @@ class GLUE(Task):
             return label
         return next(word for word in self._set.labels if word != label) if scores["answered"] else None
 
+    def _not_asked(self, examples: list[Example]) -> list[Example]:
+        """What the test set does not ask too; without test files nobody knows."""
+        tests = [names[0] for _, names in self._set.files]
+        if self.data_dir is not None and not any(self._is_there(self.data_dir, name) for name in tests):
+            return examples
+        asked = {each.prompt for each in self.test_examples()}
+        kept = [each for each in examples if each.prompt not in asked]
+        self.also_asked = len(examples) - len(kept)
+        return kept
+
+    def _files(self, data_dir: str | Path, split: Literal["train", "test"]) -> list[Path]:
+        """The files of a split, out of the first pair that is there; where none is whole, the part that is.
+
+        Raises:
+            NALoRAError: the files are not there, or training and test file are not of one pair.
+        """
+        pairs = self._set.files
+        train = [name for name, _ in pairs if self._is_there(data_dir, name)]
+        test = [names[0] for _, names in pairs if self._is_there(data_dir, names[0])]
+        whole = [pair for pair in pairs if pair[0] in train and pair[1][0] in test]
+        if train and test and not whole:
+            raise NALoRAError(
+                f"{self.name}, {data_dir}",
+                found=f"{' and '.join([*train, *test])}, which may share examples",
+                expected=" or ".join(f"{name} with {' and '.join(names)}" for name, names in pairs),
+                fix="add the file that belongs to one of them, or remove the other",
+            )
+        candidates = whole[:1] or pairs
+        if split == "train":
+            return [self._file(data_dir, *(name for name, _ in candidates))]
+        first = self._file(data_dir, *(names[0] for _, names in candidates))
+        names = next(names for _, names in candidates if names[0] == first.name)
+        return [self._file(first.parent, name) for name in names]
+
+    def _is_there(self, data_dir: str | Path, name: str) -> bool:
+        return any((Path(data_dir).expanduser() / folder / name).is_file() for folder in self._folders)
+
     def _file(self, data_dir: str | Path, *names: str) -> Path:
-        folders = (f"glue/{self.name}/", f"{self.name}/", "")
-        return sources.find_file(self.name, data_dir, [folder + name for name in names for folder in folders])
+        candidates = [folder + name for name in names for folder in self._folders]
+        return sources.find_file(self.name, data_dir, candidates)
+
+    @property
+    def _folders(self) -> tuple[str, ...]:
+        return f"glue/{self.name}/", f"{self.name}/", ""
 
     def _examples(self, split: str, rows: sources.Rows, columns: dict[str, str]) -> list[Example]:
         examples = []
@@ -239,6 +280,16 @@ def f1(labels: Sequence[str], answers: Sequence[str | None], positive: str) -> f
     both = sum(label == answer == positive for label, answer in zip(labels, answers, strict=True))
     either = sum(label == positive for label in labels) + sum(answer == positive for answer in answers)
     return 2 * both / either if either else 0.0
+
+
+def _without_repeated_ids(rows: sources.Rows) -> sources.Rows:
+    """MRPC's rows but those whose ids repeat: four made-up sentences in a public copy, all numbered -1.
+
+    The corpus has 4,076 pairs. A file without ids tells nothing of that, and is taken whole.
+    """
+    ids = [(row.get("#1 ID"), row.get("#2 ID")) for row in rows]
+    seen = Counter(ids)
+    return [row for row, each in zip(rows, ids, strict=True) if seen[each] == 1 or not all(each)]
 
 
 def _column(row: dict[str, Any], name: str, where: str) -> str:
