@@ -7,7 +7,6 @@ not shipped here; see `_ORIGIN`.
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 from nalora.errors import NALoRAError
 from nalora.tasks.judge import Judge, Judgements, preference, rating
 from nalora.tasks.prompts import alpaca
-from nalora.tasks.sources import find_file, hub_rows, jsonl_rows
+from nalora.tasks.sources import Rows, field, find_file, hub_rows, json_rows, jsonl_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task
 
 _ORIGIN = "fastchat/llm_judge/data of github.com/lm-sys/FastChat"
@@ -29,6 +28,7 @@ _REFERENCES = tuple(
     for folder in ("mt_bench/", "")
 )
 _JUDGE_PROMPTS = ("mt_bench/judge_prompts.jsonl", "judge_prompts.jsonl")
+_WIZARDLM = "WizardLMTeam/WizardLM_evol_instruct_70k"
 _TRAINING = ("wizardlm/alpaca_evol_instruct_70k.json", "alpaca_evol_instruct_70k.json")
 
 # Judged beside a reference answer, since judges are easily led astray by a wrong calculation.
@@ -56,11 +56,13 @@ class MTBench(Task):
     def train_examples(self) -> Sequence[Example]:
         """WizardLM's evolved instructions without refusals, in file order."""
         examples: list[Example] = []
-        for number, row in enumerate(self._training_rows()):
+        where, rows = self._training_rows()
+        for number, row in enumerate(rows):
             if len(examples) == self.limit:
                 break
-            if not any(word in row["output"].lower() for word in _REFUSALS):
-                examples.append(Example(f"wizardlm/{number}", alpaca(row["instruction"]), row["output"]))
+            instruction, output = (text(row, name, f"{where}, row {number}") for name in ("instruction", "output"))
+            if not any(word in output.lower() for word in _REFUSALS):
+                examples.append(Example(f"wizardlm/{number}", alpaca(instruction), output))
         return examples
 
     def test_examples(self) -> Sequence[Example]:
@@ -129,33 +131,56 @@ class MTBench(Task):
             parts |= {"ref_answer_1": references[0], "ref_answer_2": references[1]}
         return self.judge_prompt(f"{name}-multi-turn" if turn else name, **parts)
 
-    def _training_rows(self) -> list[dict[str, Any]]:
+    def _training_rows(self) -> tuple[str, Rows]:
+        """Where they are from, and the rows."""
         for file in (Path(self.data_dir).expanduser() / each for each in _TRAINING) if self.data_dir else ():
             if file.is_file():
-                rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-                return rows
-        return hub_rows(self.name, "WizardLMTeam/WizardLM_evol_instruct_70k", "train")
+                return str(file), json_rows(file)
+        return _WIZARDLM, hub_rows(self.name, _WIZARDLM, "train")
 
     @functools.cached_property
     def _questions(self) -> list[dict[str, Any]]:
         if self.data_dir is not None and any(
             (Path(self.data_dir).expanduser() / each).is_file() for each in _QUESTIONS
         ):
-            return jsonl_rows(find_file(self.name, self.data_dir, _QUESTIONS))
-        rows = hub_rows(self.name, "HuggingFaceH4/mt_bench_prompts", "train")
+            file = find_file(self.name, self.data_dir, _QUESTIONS)
+            where, rows = str(file), jsonl_rows(file)
+        else:
+            where = "HuggingFaceH4/mt_bench_prompts"
+            rows = [
+                {**row, "question_id": number, "turns": row.get("prompt")}
+                for number, row in enumerate(hub_rows(self.name, where, "train"), _FIRST_ID)
+            ]
         return [
-            {"question_id": number, "category": row["category"], "turns": row["prompt"]}
-            for number, row in enumerate(rows, _FIRST_ID)
+            {
+                "question_id": field(row, "question_id", f"{where}, row {index}", int),
+                "category": text(row, "category", f"{where}, row {index}"),
+                "turns": texts(row, "turns", f"{where}, row {index}", least=2),
+            }
+            for index, row in enumerate(rows)
         ]
 
     @functools.cached_property
     def _references(self) -> dict[int, tuple[str, str]]:
-        rows = jsonl_rows(self._file_of_fastchat(_REFERENCES))
-        return {row["question_id"]: tuple(row["choices"][0]["turns"]) for row in rows}
+        file = self._file_of_fastchat(_REFERENCES)
+        references = {}
+        for index, row in enumerate(jsonl_rows(file)):
+            where = f"{file}, row {index}"
+            choices = field(row, "choices", where, list)
+            first = choices[0] if choices and isinstance(choices[0], dict) else {}
+            one, two, *_ = texts(first, "turns", where, least=2)
+            references[field(row, "question_id", where, int)] = (one, two)
+        return references
 
     @functools.cached_property
     def _judge_prompts(self) -> dict[str, dict[str, str]]:
-        return {row["name"]: row for row in jsonl_rows(self._file_of_fastchat(_JUDGE_PROMPTS))}
+        file = self._file_of_fastchat(_JUDGE_PROMPTS)
+        columns = ("name", "system_prompt", "prompt_template")
+        rows = [
+            {name: text(row, name, f"{file}, row {index}") for name in columns}
+            for index, row in enumerate(jsonl_rows(file))
+        ]
+        return {row["name"]: row for row in rows}
 
     def _file_of_fastchat(self, candidates: Sequence[str]) -> Path:
         where = {"expected": f"{candidates[0]} there", "fix": f"fetch it from {_ORIGIN} (Apache-2.0) into data_dir"}

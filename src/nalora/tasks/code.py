@@ -15,7 +15,7 @@ from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
 from nalora.tasks.prompts import alpaca
-from nalora.tasks.sources import Rows, find_file, hub_rows, jsonl_rows
+from nalora.tasks.sources import Rows, field, find_file, hub_rows, jsonl_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task
 
 _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
@@ -75,9 +75,11 @@ class CodeTask(Task):
         for number, row in enumerate(_codefeedback_rows(self.name, self.data_dir)):
             if self.limit is not None and len(examples) == self.limit:
                 break
-            target = through_first_block(row["answer"])
+            where = f"{_CODEFEEDBACK}, row {number}"
+            query, answer = (text(row, name, where) for name in ("query", "answer"))
+            target = through_first_block(answer)
             if target is not None:
-                examples.append(Example(f"codefeedback/{number}", alpaca(row["query"]), target))
+                examples.append(Example(f"codefeedback/{number}", alpaca(query), target))
         return examples
 
     def program(self, example: Example, output: str) -> str:
@@ -117,7 +119,8 @@ class HumanEval(CodeTask):
 
     def test_examples(self) -> Sequence[Example]:
         """All problems."""
-        return [_humaneval_example(row) for row in _humaneval_rows(self.name, self.data_dir)]
+        rows = _humaneval_rows(self.name, self.data_dir)
+        return [_humaneval_example(row, f"HumanEval, row {index}") for index, row in enumerate(rows)]
 
     def program(self, example: Example, output: str) -> str:
         """The completed function, with the imports and helpers that the problem gives."""
@@ -167,22 +170,21 @@ def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
         return [json.loads(line) for line in lines if line.strip()]
 
 
-def _humaneval_example(row: dict[str, str]) -> Example:
-    prompt, entry = row["prompt"], row["entry_point"]
+def _humaneval_example(row: dict[str, Any], where: str) -> Example:
+    columns = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
+    number, prompt, entry, test, solution = (text(row, name, where) for name in columns)
     instruction = (
         "Complete the following Python function. Answer with the complete function, and the imports it needs, "
         f"in one ```python block.\n\n```python\n{prompt.rstrip()}\n```"
     )
     facts = {
-        "tests": f"{row['test']}\ncheck({entry})\n",
+        "tests": f"{test}\ncheck({entry})\n",
         "entries": [entry],
         # Some tests use a helper that the problem defines: theirs is this one, not the program's.
         "prelude": prompt,
         "prompt": prompt,
     }
-    return Example(
-        row["task_id"], alpaca(instruction), f"```python\n{prompt}{row['canonical_solution']}```", facts=facts
-    )
+    return Example(number, alpaca(instruction), f"```python\n{prompt}{solution}```", facts=facts)
 
 
 def _mbpp_rows(task: str, data_dir: str | Path | None, split: str) -> Rows:
@@ -190,15 +192,17 @@ def _mbpp_rows(task: str, data_dir: str | Path | None, split: str) -> Rows:
         rows = hub_rows(task, "google-research-datasets/mbpp", split, "full")
     else:
         rows = jsonl_rows(find_file(task, data_dir, ("mbpp/mbpp.jsonl", "mbpp.jsonl")))
-    return [row for row in rows if row["task_id"] in _MBPP_SPLITS[split]]
+    numbers = [field(row, "task_id", f"MBPP, row {index}", int) for index, row in enumerate(rows)]
+    return [row for row, number in zip(rows, numbers, strict=True) if number in _MBPP_SPLITS[split]]
 
 
 def _mbpp_example(row: dict[str, Any]) -> Example:
-    reference = row["code"].replace("\r\n", "\n").strip()
-    assertions = "\n".join(row["test_list"])
-    tests = f"{row['test_setup_code']}\n{assertions}\n".replace("\r\n", "\n")
-    tree = ast.parse(reference).body
-    used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    where = f"MBPP/{row['task_id']}"
+    reference = text(row, "code", where).replace("\r\n", "\n").strip()
+    assertions = "\n".join(texts(row, "test_list", where))
+    tests = f"{text(row, 'test_setup_code', where)}\n{assertions}\n".replace("\r\n", "\n")
+    tree = _parsed(reference, f"{where}, code").body
+    used = {node.id for node in ast.walk(_parsed(tests, f"{where}, tests")) if isinstance(node, ast.Name)}
     defined = [node.name for node in tree if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     imports = [ast.unparse(node) for node in tree if isinstance(node, (ast.Import, ast.ImportFrom))]
     facts = {
@@ -208,10 +212,19 @@ def _mbpp_example(row: dict[str, Any]) -> Example:
         "prompt": "",
     }
     instruction = (
-        f"{row['text'].strip()}\nAnswer with Python code in one ```python block. "
+        f"{text(row, 'text', where).strip()}\nAnswer with Python code in one ```python block. "
         f"It has to pass these tests:\n\n```python\n{assertions}\n```"
     )
-    return Example(f"MBPP/{row['task_id']}", alpaca(instruction), f"```python\n{reference}\n```", facts=facts)
+    return Example(where, alpaca(instruction), f"```python\n{reference}\n```", facts=facts)
+
+
+def _parsed(program: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(program)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise NALoRAError(
+            where, found=f"no Python ({error})", expected="the data set's own code", fix="fetch the data set again"
+        ) from error
 
 
 def _codefeedback_rows(task: str, data_dir: str | Path | None) -> Rows:

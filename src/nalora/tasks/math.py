@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,9 +104,9 @@ class GSM8K(Task):
             where, rows = str(file), sources.jsonl_rows(file)
         examples = []
         for index, row in enumerate(rows):
-            answer = _field(row, "answer", where, index)
+            answer = sources.text(row, "answer", f"{where}, row {index}")
             target = answer if self.calculator else _CALCULATOR.sub("", answer)
-            prompt = self._prompt(_field(row, "question", where, index))
+            prompt = self._prompt(sources.text(row, "question", f"{where}, row {index}"))
             examples.append(Example(f"gsm8k-{split}-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
         return examples
 
@@ -116,17 +115,17 @@ class GSM8K(Task):
             where, rows = "meta-math/MetaMathQA", sources.hub_rows(self.name, "meta-math/MetaMathQA", "train")
         else:
             file = sources.find_file(self.name, self.data_dir, _METAMATHQA)
-            where, rows = str(file), _json_rows(file) if file.suffix == ".json" else sources.jsonl_rows(file)
+            where, rows = str(file), sources.json_rows(file) if file.suffix == ".json" else sources.jsonl_rows(file)
         examples: list[Example] = []
         for index, row in enumerate(rows):
             if len(examples) == self.limit:
                 break
             # The other half was made from MATH, whose answers are no plain numbers.
-            if "GSM" not in _field(row, "type", where, index):
+            if "GSM" not in sources.text(row, "type", f"{where}, row {index}"):
                 continue
-            answer = _field(row, "response", where, index)
+            answer = sources.text(row, "response", f"{where}, row {index}")
             target = _REPEATED.split(answer)[0] if self.cut_answer else answer
-            prompt = self._prompt(_field(row, "query", where, index))
+            prompt = self._prompt(sources.text(row, "query", f"{where}, row {index}"))
             examples.append(Example(f"metamathqa-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
         return examples
 
@@ -155,26 +154,3 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise NALoRAError(
             f"gsm8k, {option}", found=repr(value), expected=f"one of {', '.join(choices)}", fix="give one of these"
         )
-
-
-def _field(row: dict[str, Any], name: str, where: str, index: int) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise NALoRAError(
-            f"{where}, row {index}",
-            found=f"no text {name!r} among {', '.join(map(str, row))}",
-            expected="the data set's own columns",
-            fix="fetch the data set again, or give another data_dir",
-        )
-    return value
-
-
-def _json_rows(file: Path) -> sources.Rows:
-    """The one list that MetaMathQA's file is."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise NALoRAError(
-            str(file), found=f"no JSON ({error.msg})", expected="one JSON list", fix="fetch the file again"
-        ) from error
-    return list(rows)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from nalora.errors import NALoRAError
 
 Rows = list[dict[str, Any]]
+Value = TypeVar("Value")
 
 
 def hub_rows(task: str, dataset: str, split: str, name: str | None = None) -> Rows:
@@ -61,27 +63,115 @@ def jsonl_rows(file: Path) -> Rows:
     """A JSON object for each line.
 
     Raises:
-        NALoRAError: a line that is no JSON object.
+        NALoRAError: a line that is no JSON object, or text that is no UTF-8.
     """
     rows = []
-    with file.open(encoding="utf-8") as lines:
+    with _text_of(file) as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise NALoRAError(
-                    f"{file}:{number}",
-                    found=f"no JSON ({error.msg})",
-                    expected="one JSON object a line",
-                    fix="fetch the file again",
-                ) from error
-            rows.append(row)
+            if line.strip():
+                rows.append(_object(_parsed(line, f"{file}:{number}", "one JSON object a line"), f"{file}:{number}"))
     return rows
 
 
+def json_rows(file: Path) -> Rows:
+    """The objects of one JSON list; lines of them too, as some copies have under the same name.
+
+    Raises:
+        NALoRAError: no list of JSON objects, or text that is no UTF-8.
+    """
+    with _text_of(file) as lines:
+        text = lines.read()
+    if text.lstrip().startswith("{"):
+        return jsonl_rows(file)
+    rows = _parsed(text, str(file), "one JSON list")
+    if not isinstance(rows, list):
+        raise _wrong(str(file), _in_short(rows), "one JSON list")
+    return [_object(row, f"{file}, row {index}") for index, row in enumerate(rows)]
+
+
 def tsv_rows(file: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Tab-separated values, unquoted; the column names from the first line unless they are given."""
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        return list(csv.DictReader(lines, fieldnames=columns, delimiter="\t", quoting=csv.QUOTE_NONE))
+    """Tab-separated values, unquoted; the column names from the first line unless they are given.
+
+    Raises:
+        NALoRAError: text that is no UTF-8, or no table.
+    """
+    # The limit is of the whole process; 131,072 characters by default, which a premise may exceed.
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with _text_of(file, newline="") as lines:
+            return list(csv.DictReader(lines, fieldnames=columns, delimiter="\t", quoting=csv.QUOTE_NONE))
+    except csv.Error as error:
+        raise _wrong(str(file), f"no table ({error})", "tab-separated values") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def field(row: dict[str, Any], name: str, where: str, kind: type[Value]) -> Value:
+    """A row's value of that name and kind.
+
+    Raises:
+        NALoRAError: it has none.
+    """
+    value = row.get(name)
+    if not isinstance(value, kind):
+        words = {str: "text", int: "whole number", list: "list"}
+        raise _wrong(where, f"no {words[kind]} {name!r} among {', '.join(map(str, row))}", "the data set's own columns")
+    return value
+
+
+def text(row: dict[str, Any], name: str, where: str) -> str:
+    """A row's text of that name.
+
+    Raises:
+        NALoRAError: it has none.
+    """
+    return field(row, name, where, str)
+
+
+def texts(row: dict[str, Any], name: str, where: str, least: int = 1) -> list[str]:
+    """A row's list of texts of that name.
+
+    Raises:
+        NALoRAError: it has none, or fewer than `least`.
+    """
+    found = field(row, name, where, list)
+    if len(found) < least or not all(isinstance(each, str) for each in found):
+        raise _wrong(where, f"{name!r} of {_in_short(found)}", f"a list of {least} texts or more")
+    return found
+
+
+@contextlib.contextmanager
+def _text_of(file: Path, newline: str | None = None) -> Iterator[IO[str]]:
+    """A file of UTF-8, with a mark of that at its beginning or without."""
+    try:
+        with file.open(encoding="utf-8-sig", newline=newline) as lines:
+            yield lines
+    except UnicodeDecodeError as error:
+        raise NALoRAError(
+            str(file),
+            found=f"the byte 0x{error.object[error.start]:02x}, which is no UTF-8",
+            expected="UTF-8",
+            fix="convert it: iconv -f LATIN1 -t UTF-8",
+        ) from error
+
+
+def _parsed(line: str, where: str, expected: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _wrong(where, f"no JSON ({error.msg})", expected) from error
+
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise _wrong(where, _in_short(row), "a JSON object")
+    return row
+
+
+def _in_short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:39]}…"
+
+
+def _wrong(where: str, found: str, expected: str) -> NALoRAError:
+    return NALoRAError(where, found=found, expected=expected, fix="fetch the data set again, or give another data_dir")
