@@ -26,13 +26,19 @@ def test_labels_are_the_target_and_its_end(prompt, target):
     assert row["input_ids"][: learnt[0][0]] == TOKENIZER(prompt).input_ids
 
 
-def test_a_tokenizer_that_closes_every_text_does_not_close_a_prompt():
-    closing = tiny.tokenizer()
+def closing_tokenizer():
+    """One that closes every text, as T5's does."""
     from tokenizers.processors import TemplateProcessing
 
+    closing = tiny.tokenizer()
     closing._tokenizer.post_processor = TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", closing.eos_token_id)]
     )
+    return closing
+
+
+def test_a_tokenizer_that_closes_every_text_does_not_close_a_prompt():
+    closing = closing_tokenizer()
     assert closing("ab").input_ids[-1] == closing.eos_token_id
     row = Encoder(closing).row(Example("a", "ab", "c"))
     assert row["input_ids"].count(closing.eos_token_id) == 1
@@ -62,6 +68,41 @@ def test_what_does_not_fit_is_counted():
     assert cut.target_tokens == 7 + 2
     with pytest.raises(nalora.NALoRAError, match="raise max_length"):
         encode(examples, Encoder(TOKENIZER), 3)
+
+
+def test_the_examples_told_are_those_learnt_from():
+    examples = [Example(str(n), "p" * n, "target") for n in (2, 10, 3, 30)]
+    rows = encode(examples, Encoder(TOKENIZER), 12)
+    assert (rows.examples, rows.dropped) == (2, 2)
+    packed = encode(examples, Encoder(TOKENIZER), 28, packing=True, limit=3)
+    assert (packed.examples, len(packed.rows), packed.dropped) == (3, 2, 0)
+
+
+def test_a_limit_is_of_examples_that_fit():
+    examples = [Example(str(n), "p" * n, "target") for n in (20, 2, 30, 3, 4)]
+    rows = encode(examples, Encoder(TOKENIZER), 12, limit=2)
+    assert [len(row["input_ids"]) for row in rows.rows] == [2 + 7, 3 + 7]
+    assert (rows.examples, rows.dropped) == (2, 2)
+    assert len(encode(examples, Encoder(TOKENIZER), 12, limit=5).rows) == 3
+
+
+def test_a_cut_input_of_an_encoder_keeps_its_closing_token():
+    closing = closing_tokenizer()
+    end = closing.eos_token_id
+    examples = [
+        Example("long input", "p" * 9, "t"),
+        Example("long target", "p", "target!"),
+        Example("both fit", "p", "t"),
+    ]
+    long_input, long_target, short = encode(examples, Encoder(closing, "seq2seq"), 6, too_long="cut").rows
+    p, *target = closing("ptarget!", add_special_tokens=False).input_ids
+    assert long_input == {"input_ids": [p] * 5 + [end], "labels": [target[0], end]}
+    # A target that goes on has no end to learn.
+    assert long_target == {"input_ids": [p, end], "labels": target[:6]}
+    assert short["input_ids"] == [p, end]
+    # A tokenizer that closes nothing has nothing to keep.
+    (row,) = encode(examples[:1], Encoder(TOKENIZER, "seq2seq"), 6, too_long="cut").rows
+    assert row["input_ids"] == [p] * 6
 
 
 def test_padding_is_masked_and_not_learnt():

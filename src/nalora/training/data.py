@@ -70,7 +70,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """What is trained on, and what had to give way."""
+    """What is trained on, and what had to give way: `examples` are learnt from, `dropped` ones are not among them."""
 
     rows: list[Row]
     examples: int
@@ -98,11 +98,10 @@ def encode(
         NALoRAError: no example fits.
     """
     rows: list[Row] = []
-    seen = dropped = cut = 0
+    dropped = cut = 0
     for example in examples:
         if limit is not None and len(rows) == limit:
             break
-        seen += 1
         row = encoder.row(example)
         longest = max(map(len, row.values()))
         if longest > max_length:
@@ -112,7 +111,7 @@ def encode(
                 dropped += 1
                 continue
             cut += 1
-            row = {name: ids[:max_length] for name, ids in row.items()}
+            row = _cut(row, max_length, encoder)
         rows.append(row)
     if not rows:
         raise NALoRAError(
@@ -121,9 +120,16 @@ def encode(
             expected="examples that fit",
             fix="raise max_length",
         )
-    if packing:
-        rows = pack(rows, max_length)
-    return TrainingRows(rows, seen, dropped, cut)
+    return TrainingRows(pack(rows, max_length) if packing else rows, len(rows), dropped, cut)
+
+
+def _cut(row: Row, length: int, encoder: Encoder) -> Row:
+    """The beginning of a row. An encoder's input keeps its closing token, which it has at every other length too."""
+    cut = {name: ids[:length] for name, ids in row.items()}
+    closing = encoder.tokenizer.eos_token_id
+    if encoder.kind == "seq2seq" and row["input_ids"][-1:] == [closing]:
+        cut["input_ids"][-1] = closing
+    return cut
 
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
