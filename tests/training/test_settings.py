@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import nalora
+from nalora.studies import study
 from nalora.training.settings import check, read
 
 GOOD = {"model": "smollm2-135m", "task": "gsm8k"}
@@ -46,7 +47,7 @@ def test_every_problem_is_named_at_once():
 
 
 def test_settings_of_another_method_are_not_taken_in_silence():
-    assert "apply_to: no such setting" in problems({**GOOD, "method": "lora", "apply_to": "update"})
+    assert "apply_to: a setting of na-lora, " in problems({**GOOD, "method": "lora", "apply_to": "update"})
 
 
 def test_a_value_that_the_method_refuses_is_among_the_problems():
@@ -122,3 +123,19 @@ def test_an_unknown_optimizer_names_the_nearest():
 def test_a_run_of_another_machine_can_be_read_here():
     """What device there is, only training asks: a run made on a GPU is reported and evaluated anywhere."""
     assert check({**GOOD, "device": "cuda:7"}).settings.device == "cuda:7"
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_usual_optimizer_is_what_short_names_mean(name):
+    given = {"model": "smollm2-135m", "task": "gym/chain_sum", "optimizer": name}
+    assert "did you mean adamw_torch?" in problems(given)
+
+
+def test_a_study_s_file_is_no_run_s(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text("arms: {lora: {method: lora}}\n")
+    with pytest.raises(nalora.NALoRAError, match=r"found a study; .*Fix: nalora study"):
+        read(file)
+    file.write_text("model: smollm2-135m\ntask: gym/chain_sum\n")
+    with pytest.raises(nalora.NALoRAError, match=r"found a run; .*Fix: nalora train"):
+        study.read(file)

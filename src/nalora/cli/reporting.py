@@ -21,7 +21,8 @@ def report(
         list[Path], typer.Argument(metavar="RUN...|STUDY.yaml", help="Runs' folders, a folder of runs, or a study.")
     ],
     output: Annotated[
-        Path | None, typer.Option(help="The HTML file.", show_default="report.html in the folder given")
+        Path | None,
+        typer.Option(help="The HTML file.", show_default="report.html in the folder given, or above several"),
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="In place of the page: all figures, as PNG and SVG.")

@@ -52,7 +52,7 @@ def evaluate(
     batch_tokens: Annotated[int, typer.Option(min=1, help="Prompt and answer tokens written at a time.")] = 32_768,
     device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where outputs and scores go; the run's folder by default.")
+        Path | None, typer.Option(help="Where outputs and scores go; the run's folder, or of a model runs/evaluations.")
     ] = None,
     no_base: Annotated[bool, typer.Option("--no-base", help="Do not ask the base model too.")] = False,
     unsafe_code: Annotated[

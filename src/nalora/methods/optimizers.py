@@ -35,7 +35,7 @@ def refuse_unknown(name: str) -> None:
         f"optimizer {name!r}",
         found="no optimizer of that name",
         expected=f"one of transformers' (adamw_torch, sgd, adafactor, …) or {MUON}",
-        fix=did_you_mean(name, names(), "use adamw_torch", most=3, cutoff=0.5),
+        fix=did_you_mean({"adam": "adamw_torch", "adamw": "adamw_torch"}.get(name, name), names(), "use adamw_torch"),
     )
 
 

@@ -124,6 +124,8 @@ def read(file: str | Path) -> Study:
         raise NALoRAError(str(path), found=" ".join(str(error).split()), expected="YAML", fix="mend it") from error
     if not isinstance(given, dict):
         raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see studies/")
+    if "arms" not in given and "model" in given:
+        raise NALoRAError(str(path), found="a run", expected="a study's YAML file", fix=f"nalora train {path}")
     return understand({"name": path.stem, **given}, where=str(path), beside=repeated)
 
 

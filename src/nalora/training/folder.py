@@ -81,9 +81,12 @@ class RunFolder:
                 self.write_settings(settings)
             return self.latest_checkpoint()
         if self.settings.is_file():
-            state = "a finished run" if self.result.is_file() else "an unfinished run"
+            finished = self.result.is_file()
             raise NALoRAError(
-                str(self.path), found=state, expected="a folder of its own", fix="add --resume, or give another output="
+                str(self.path),
+                found="a finished run" if finished else "an unfinished run",
+                expected="a folder of its own",
+                fix="give another output=" if finished else "add --resume, or give another output=",
             )
         self.path.mkdir(parents=True, exist_ok=True)
         for start in self.path.glob("*.safetensors"):

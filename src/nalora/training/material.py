@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
@@ -36,10 +37,21 @@ def kind_of(task: Task, settings: RunSettings) -> str:
 
 
 def as_asked(loaded: Loaded, task: Task) -> Loaded:
-    """The model as the task asks it: a CLIP becomes a classifier of the task's classes."""
+    """The model as the task asks it: a CLIP becomes a classifier of the task's classes.
+
+    Raises:
+        NALoRAError: a task of pictures, and a model that sees none.
+    """
     if isinstance(task, ImageTask):
         from nalora.tasks.clip import classifier
 
+        if not hasattr(loaded.processor, "image_processor"):
+            raise NALoRAError(
+                f"task {task.name!r}",
+                found=f"{loaded.spec.name}, a model that sees no pictures",
+                expected="a CLIP model",
+                fix="give one with model=, or choose a task of texts (see `nalora tasks`)",
+            )
         return classifier(loaded, task)
     return loaded
 

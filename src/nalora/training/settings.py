@@ -172,7 +172,8 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
 
     path = Path(file)
     if not path.is_file():
-        raise NALoRAError(str(path), found="no such file", expected="a run's YAML file", fix="see recipes/")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise NALoRAError(str(path), found=found, expected="a run's YAML file", fix="see recipes/")
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
@@ -180,6 +181,8 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise NALoRAError(str(path), found=line, expected="YAML", fix="one `key: value` a line") from error
     if not isinstance(given, dict):
         raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see recipes/")
+    if "arms" in given:
+        raise NALoRAError(str(path), found="a study", expected="a run's YAML file", fix=f"nalora study {path}")
     given |= key_values(overrides)
     if given.get("output") is None:
         given["output"] = str(Path("runs") / path.stem)
@@ -230,6 +233,8 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
             values[key] = converted(key, value, hint, problems)
         elif key in task_keys:
             values[key] = value
+        elif all_known and method and (owners := _methods_with(key)):
+            problems.append(f"{key}: a setting of {', '.join(owners)}; the method of this run is {method.name}")
         elif (near := did_you_mean(key, known, "", cutoff=0.6 if all_known else 0.9)) or all_known:
             problems.append(f"{key}: no such setting" + (f" ({near})" if near else ""))
     problems += [f"{name}: missing" for name in ("model", "task") if name not in given]
@@ -263,3 +268,8 @@ def check(given: dict[str, Any], where: str = "run") -> Run:
 def _types() -> dict[str, Any]:
     """The settings that every run has, with their types. Kept: a study asks for each of its runs."""
     return typing.get_type_hints(RunSettings)
+
+
+def _methods_with(setting: str) -> list[str]:
+    """Methods that have this setting: of one without it, the wrong method is the likelier mistake."""
+    return [name for name in methods.names() if setting in methods.get(name).options({})]
