@@ -12,7 +12,7 @@ import pytest
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks import sandbox
+from nalora.tasks import isolated_scorer, sandbox
 from nalora.tasks.isolated_scorer import LIMITS, evaluates_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
@@ -93,6 +93,16 @@ def test_it_outlives_the_thread_that_started_it(task):
     process = task._isolated._process
     assert marks_are_right(task)
     assert task._isolated._process is process
+
+
+def test_packages_may_lie_in_the_folder_that_is_another_inside(task, tmp_path, monkeypatch):
+    """An environment in /tmp, as that of a fresh clone there, is hidden by the sandbox's own /tmp."""
+    places = [tmp_path / str(place) for place, _ in enumerate(isolated_scorer._package_folders())]
+    for place, source in zip(places, isolated_scorer._package_folders(), strict=True):
+        place.symlink_to(source)
+    monkeypatch.setattr(isolated_scorer, "_package_folders", lambda: [str(place) for place in places])
+    task._isolated.close()
+    assert marks_are_right(task)
 
 
 def test_it_ends_with_its_task():

@@ -58,7 +58,7 @@ def enter(way: str, limits: Limits, packages: Sequence[str] = ()) -> None:
         way: "root" when this is the real root, else "user", which makes a user namespace to have the right; the
             other ways need nothing here.
         limits: the fields of `nalora.tasks.sandbox.Limits`.
-        packages: folders of installed packages that are shown besides the interpreter's own.
+        packages: folders of installed packages that are shown besides the interpreter's own, where `seen_at` says.
 
     Raises:
         OSError: the system refuses one of the steps; the text names it.
@@ -86,7 +86,7 @@ def _build_root(limits: Limits, packages: Sequence[str]) -> None:
         _touch(f"{_NEW_ROOT}/dev/{device}")
     # What an interpreter needs to import its standard library; no home, no /etc, no /var, no /run.
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", sys.base_prefix, sys.base_exec_prefix]
-    for source in dict.fromkeys([*shown, *packages]):
+    for source in dict.fromkeys(shown):
         inside = _NEW_ROOT + source
         if os.path.lexists(inside) or not os.path.exists(source):
             continue
@@ -95,6 +95,9 @@ def _build_root(limits: Limits, packages: Sequence[str]) -> None:
         else:
             os.makedirs(inside)
             _mount(source, inside, None, _MS_BIND | _MS_REC)
+    for source, place in zip(packages, _places(packages), strict=True):
+        os.makedirs(_NEW_ROOT + place)
+        _mount(source, _NEW_ROOT + place, None, _MS_BIND | _MS_REC)
     if os.path.exists("/etc/ld.so.cache"):
         _touch(f"{_NEW_ROOT}/etc/ld.so.cache")
         _mount("/etc/ld.so.cache", f"{_NEW_ROOT}/etc/ld.so.cache", None, _MS_BIND)
@@ -109,6 +112,15 @@ def _build_root(limits: Limits, packages: Sequence[str]) -> None:
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/tmp")
+
+
+def seen_at(way: str, packages: Sequence[str]) -> list[str]:
+    """Where folders of packages are found after `enter`: not in their place, which may lie in /tmp."""
+    return _places(packages) if way in ("root", "user") else list(packages)
+
+
+def _places(packages: Sequence[str]) -> list[str]:
+    return [f"/packages/{place}" for place in range(len(packages))]
 
 
 def confine(way: str, limits: Limits) -> None:

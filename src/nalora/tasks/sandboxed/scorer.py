@@ -45,7 +45,7 @@ def main() -> None:
             return
         isolation.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path += packages
+    sys.path += isolation.seen_at(way, packages)
     serve(way, limits, folder)
 
 
