@@ -67,10 +67,9 @@ def _beside(part: dict[str, Any], arm: str) -> str:
     found = next((each for each in part["comparisons"][LOSS] if each["method"] == arm), None)
     if found is None:
         return _over_seeds(part["values"][arm][part["measures"].index(LOSS)], 4)
-    seeds = "" if arm not in part["missing"] else f", {_so_far(found['seeds'])}"
-    if found["interval"] is None:  # one seed, whose partner may be the one that went astray
-        return _so_far(found["seeds"])
-    told = _difference(found) + seeds
+    told = _difference(found)
+    if arm in part["missing"] and found["interval"] is not None:
+        told += f", {_so_far(found['seeds'])}"
     return f"**{told}, {found['verdict']}**" if found["verdict"] in ("better", "worse") else told
 
 
@@ -134,5 +133,7 @@ def _so_far(seeds: int) -> str:
 
 
 def _difference(comparison: dict[str, Any]) -> str:
+    if comparison["interval"] is None:  # one seed, whose partner may be the one that went astray
+        return _so_far(comparison["seeds"])
     low, high = comparison["interval"]
     return f"{comparison['difference']:+.4f} ({low:+.4f} … {high:+.4f})"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 from collect import REPEATS, losses
@@ -14,6 +15,7 @@ from collect import REPEATS, losses
 from nalora.studies.comparison import Comparison, compare_pairs
 from nalora.studies.conduct import so_far
 from nalora.studies.study import read
+from nalora.training.folder import HELD_OUT
 
 ALSO_LORA = "control, both off"
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -27,7 +29,7 @@ def repeats(store: Path) -> list[str]:
         for asked in run[-1]:
             told = [each[asked] for each in run if asked in each]
             if len(told) > 1:
-                apart["validation" if asked.endswith("-validation") else "test"].append(max(told) - min(told))
+                apart["validation" if asked.endswith(HELD_OUT) else "test"].append(max(told) - min(told))
     sizes = [
         f"their {kind} losses lie {statistics.median(each):.4f} apart (median of {len(each)}; at most {max(each):.4f})"
         for kind, each in apart.items()
@@ -44,23 +46,23 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
     described = read(STUDIES / f"{study}.yaml")
     progress = so_far(described, store)
     repeated = trainings(store)
-    first: dict[str, dict[int, float]] = {}
-    mean: dict[str, dict[int, float]] = {}
-    later: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, list[float]]] = {}
     for cell in progress.schedule.cells:
         rate = progress.schedule.chosen_rate(cell, progress.results, progress.failed)
         for job in progress.schedule.final(cell, rate) if rate is not None else []:
             run = repeated.get(job.key, [losses(store / job.key)])
             if told := [each[study] for each in run if study in each]:
-                first.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[0]
-                mean.setdefault(cell.arm.name, {})[job.settings["seed"]] = statistics.fmean(told)
-                later.setdefault(cell.arm.name, {})[job.settings["seed"]] = told[-1]
-    arms = len(described.arms)
+                found.setdefault(cell.arm.name, {})[job.settings["seed"]] = told
+
+    def told_apart(baseline: str, counted: Callable[[list[float]], float]) -> str:
+        values = {arm: {seed: counted(told) for seed, told in seeds.items()} for arm, seeds in found.items()}
+        return _told_apart(values, baseline, planned=len(described.arms) - 1)
+
     return [
         "- **Which training counts?** Of a run that was trained twice, the second, whose answers were evaluated.",
-        f"  Had the first one counted on {study}: {_told_apart(first, described.baseline, arms)}.",
-        f"  With the mean of a run's trainings: {_told_apart(mean, described.baseline, arms)}.",
-        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {_told_apart(later, ALSO_LORA, arms)}.',
+        f"  Had the first one counted on {study}: {told_apart(described.baseline, lambda told: told[0])}.",
+        f"  With the mean of a run's trainings: {told_apart(described.baseline, statistics.fmean)}.",
+        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {told_apart(ALSO_LORA, lambda told: told[-1])}.',
     ]
 
 
@@ -73,10 +75,10 @@ def trainings(store: Path) -> dict[str, list[dict[str, float]]]:
     return {run: [*each, losses(store / run)] for run, each in found.items()}
 
 
-def _told_apart(values: dict[str, dict[int, float]], baseline: str, arms: int) -> str:
+def _told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
     """Which arms can be told from the baseline after correction, and how far they are from it."""
     pairs = [(arm, baseline) for arm in values if arm != baseline]
-    compared = compare_pairs(values, pairs, higher_is_better=False, planned=arms - 1)
+    compared = compare_pairs(values, pairs, higher_is_better=False, planned=planned)
     found = [each for each in compared if each.verdict in ("better", "worse")]
     told = [
         f"{verdict} than {baseline}: {_listed([each for each in found if each.verdict == verdict])}"

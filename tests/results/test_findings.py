@@ -47,6 +47,13 @@ def test_the_findings_tables_are_the_answers():
     assert script("findings").filled(page) == page
 
 
+def test_a_control_with_one_seed_is_told_without_a_difference(tmp_path):
+    one = {"method": "na-lora", "baseline": "random", "seeds": 1, "difference": 0.1, "interval": None}
+    part = {"controls": {"test loss": [{**one, "verdict": "too few seeds"}]}}
+    (tmp_path / "small.json").write_text(json.dumps([part]))
+    assert script("findings").controls(tmp_path)[-1] == "| small: na-lora | random | one seed so far | too few seeds |"
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.html")), ids=lambda file: file.stem)
 def test_a_report_shows_these_numbers(file, tmp_path):
     def answer_in(page):

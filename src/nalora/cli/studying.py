@@ -48,14 +48,12 @@ def study(
     """
     hush_libraries()
     from nalora.studies.conduct import conduct, so_far
-    from nalora.studies.schedule import Schedule
     from nalora.studies.study import read
 
     described = read(file)
     screen = console()
-    schedule = Schedule(described, str(store))
     before = so_far(described, store)
-    jobs = schedule.open_jobs(before.results, {} if retry_failed else before.failed)
+    jobs = before.schedule.open_jobs(before.results, {} if retry_failed else before.failed)
     if dry_run:
         for job in jobs:
             screen.print(Text(f"{job.key}  {job.label}"))

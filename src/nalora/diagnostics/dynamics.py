@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from nalora import checkpoint, tasks
 from nalora.diagnostics.compare import Comparison, compare
 from nalora.diagnostics.file import Interval, State, contents, write_channels
+from nalora.diagnostics.masks import masks_by_site
 from nalora.diagnostics.probe import Probe, make_probe, on_device
 from nalora.diagnostics.saved import Saved, states_of
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.peft_names import in_wrapper
 from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.material import as_asked, kind_of
@@ -181,19 +181,6 @@ class _Walk:
             self.notices.append(f"D_EH up to step {state.step} is not weighted by the mask: {error}")
             return {}
         return masks_by_site(controller, self.sites)
-
-
-def masks_by_site(controller: Mapping[str, Any], sites: Sequence[GateSite]) -> dict[int, Tensor]:
-    """The masks in a controller's state, by the place of their block; none where it masked nothing by them."""
-    if not controller["config"].get("mask", True):
-        return {}
-    tensors, found = controller["tensors"], {}
-    for index, site in enumerate(sites):
-        for name in (site.name, site.gate):
-            mask = tensors.get(f"{in_wrapper(name)}/mask")
-            if mask is not None:
-                found[index] = mask.cpu()
-    return found
 
 
 class _Peak:

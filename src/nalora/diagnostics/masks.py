@@ -1,11 +1,16 @@
-"""The channel masks that an NA-LoRA run ended with, wherever its controller's state was saved last."""
+"""The channel masks of an NA-LoRA run: in a state of its controller, and in the last one, wherever that was saved."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from nalora import checkpoint
+from nalora.diagnostics.sites import GateSite
+from nalora.peft_names import in_wrapper
 from nalora.training.folder import COMPLETE, RunFolder
 
 
@@ -27,9 +32,25 @@ def final_state(folder: RunFolder) -> FinalState | None:
         return None
     step, place = found
     state = checkpoint.load(place)
-    if not state["config"].get("mask", True):
-        return None  # the controller follows a mask even then, but nothing was masked by it
-    return FinalState(step, state)
+    return FinalState(step, state) if _masked(state) else None
+
+
+def masks_by_site(controller: Mapping[str, Any], sites: Sequence[GateSite]) -> dict[int, Tensor]:
+    """The masks in a controller's state, by the place of their block; none where it masked nothing by them."""
+    if not _masked(controller):
+        return {}
+    tensors, found = controller["tensors"], {}
+    for index, site in enumerate(sites):
+        for name in (site.name, site.gate):
+            mask = tensors.get(f"{in_wrapper(name)}/mask")
+            if mask is not None:
+                found[index] = mask.cpu()
+    return found
+
+
+def _masked(controller: Mapping[str, Any]) -> bool:
+    """With ``mask: false`` the controller follows a mask too, but nothing is masked by it."""
+    return bool(controller["config"].get("mask", True))
 
 
 def _latest(folder: RunFolder) -> tuple[int | None, Path] | None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from nalora import whole_files
 from nalora.diagnostics.decomposition import MismatchSums, States
-from nalora.diagnostics.dynamics import Request, masks_by_site
+from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.file import described
 from nalora.diagnostics.lockstep import Gates, Lockstep
-from nalora.diagnostics.masks import final_state
+from nalora.diagnostics.masks import final_state, masks_by_site
 from nalora.diagnostics.mismatch_measures import STATISTICS, measures
 from nalora.diagnostics.pairs import open_pair
 from nalora.diagnostics.probe import on_device

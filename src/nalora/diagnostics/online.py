@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from nalora.diagnostics.compare import Comparison, compare
-from nalora.diagnostics.dynamics import masks_by_site
 from nalora.diagnostics.file import Interval, State, assembled, described, histogram_row, interval_row, share_row
+from nalora.diagnostics.masks import masks_by_site
 from nalora.diagnostics.probe import batches_of
 from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin

@@ -16,7 +16,7 @@ from nalora.models.loading import Loaded, ModelSpec
 from nalora.progress import Report
 from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
-from nalora.training.folder import RunFolder
+from nalora.training.folder import HELD_OUT, RunFolder
 from nalora.training.material import as_asked, kind_of
 from nalora.training.saved_run import FinishedRun, finished_run
 from nalora.training.settings import RunSettings
@@ -108,7 +108,7 @@ def _evaluate_run(
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
     if request.split == "validation":
-        place = place.parent / f"{place.name}-validation"
+        place = place.parent / f"{place.name}{HELD_OUT}"
         examples: Sequence[Example] = hold_out(task.train_examples(), settings.validation_size)[1]
     else:
         examples = task.test_examples()

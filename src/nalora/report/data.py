@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from nalora.errors import NALoRAError
 from nalora.report.cleaning import clean_diagnosis, clean_mismatch, clean_summary, is_partial
 from nalora.report.gates import Gates, read_gates
-from nalora.training.folder import RunFolder
+from nalora.training.folder import HELD_OUT, RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
 # In the order in which the sections of a report ask for them.
 TOPICS = ("result", "metrics", "evaluations", "gates", "diagnosis", "mismatch")
-# How the folder of a task ends where it was asked what a run held out of its training set.
-_HELD_OUT = "-validation"
 
 
 @dataclass(frozen=True)
@@ -282,10 +280,10 @@ def _read_evaluations(folder: Path, notices: list[str]) -> dict[str, dict[str, d
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for _, file, who, summary in sorted(summaries, key=lambda each: each[0]):
         task = str(summary.get("task") or file.parent.parent.relative_to(folder))
-        name = f"{task.removesuffix(_HELD_OUT)} (validation)" if _is_validation(file) else task
+        name = f"{task.removesuffix(HELD_OUT)} (validation)" if _is_validation(file) else task
         found.setdefault(name, {})[who] = summary
     return found
 
 
 def _is_validation(summary: Path) -> bool:
-    return summary.parent.parent.name.endswith(_HELD_OUT)
+    return summary.parent.parent.name.endswith(HELD_OUT)

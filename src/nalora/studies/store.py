@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nalora.training.folder import INDIFFERENT, RunFolder
+from nalora.training.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.training.settings import Run
 
 VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
@@ -78,7 +78,7 @@ class Store:
             told = _read(path)
             if told is None or told.get("task") != found.get("task"):
                 continue
-            part = VALIDATION if path.parent.parent.name.endswith("-validation") else TEST
+            part = VALIDATION if path.parent.parent.name.endswith(HELD_OUT) else TEST
             # No number where the task's questions have no one right answer, as a conversation or a program has not.
             loss = told.get("target_loss")
             losses[part] = _number(loss["value"]) if loss else math.nan

@@ -34,6 +34,8 @@ from nalora.training.settings import check
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
 # Written last into a checkpoint: a folder without it was being written when the run was killed.
 COMPLETE = "complete"
+# How the folder of a task's evaluations ends where a run was asked what it held out of its training set.
+HELD_OUT = "-validation"
 # Settings that change nothing of what comes out: where it is kept, what is told on the way.
 INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
 # Nor does a pass's size once a run has begun, but for rounding and dropout's draws, as another number of processes;
