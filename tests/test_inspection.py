@@ -176,6 +176,9 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
 def test_unknown_target_modules_are_answered_with_the_known_ones(llama):
     with pytest.raises(nalora.NALoRAError, match=r"among q_proj, .*gate_proj, up_proj, down_proj, lm_head\."):
         inspect_model(str(llama), target_modules=["gate"])
+    with pytest.raises(nalora.NALoRAError, match=r"no layer called gate;.* did you mean gate_proj\?"):
+        inspect_model(str(llama), target_modules=["q_proj", "gate"])
+    assert inspect_model(str(llama), target_modules=["mlp.gate_proj", "q_proj"]).plan.blocks
 
 
 @pytest.mark.parametrize("settings", [{"rank": 4}, {"target_modules": ["gate_proj"]}])

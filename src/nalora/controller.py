@@ -56,10 +56,9 @@ def attach(
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
     """
-    refusals.if_arguments_are_mixed_up(model, config)
-    zero.refuse_engine_without_zero(model, optimizer)
     controller = NALoRAController(model, config, kernels=kernels)
     try:
+        zero.refuse_engine_without_zero(model, optimizer)
         controller.bind(optimizer)
     except NALoRAError:
         controller.detach()

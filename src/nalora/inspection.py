@@ -19,10 +19,11 @@ from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
 from nalora.models import loading, smollm2
 from nalora.plan import Plan, make_plan
-from nalora.target_modules import first_sentence, linear_names, refused
+from nalora.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
 
 _ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_CHECK = "check the spelling and, for a hub id, the network"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def inspect_model(
     else:
         base = lora.base_model_name_or_path
     skeleton = _build(base)
+    refuse_names_of_nothing(skeleton, target_modules)
     wrapped = _wrap(skeleton, lora, model)
     found = find_blocks(wrapped)
     return Inspection(
@@ -143,7 +145,9 @@ def _read_config(model: str) -> Any:
     if not path.exists() and not hub:
         raise _no_model(model, "no such file or folder")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}")
+        inside = [each.parent for name in (_ADAPTER_FILE, "config.json") for each in sorted(path.glob(f"*/{name}"))]
+        fix = f"name the folder inside it: {inside[0]}" if inside else _CHECK
+        raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}", fix)
     try:
         if not hub and "model_type" not in json.loads((path / "config.json" if path.is_dir() else path).read_text()):
             raise _no_model(model, "a JSON file without model_type")
@@ -154,12 +158,12 @@ def _read_config(model: str) -> Any:
         raise _no_model(model, first_sentence(error)) from error
 
 
-def _no_model(model: str, found: str) -> NALoRAError:
+def _no_model(model: str, found: str, fix: str = _CHECK) -> NALoRAError:
     return NALoRAError(
         model,
         found=found,
         expected="the folder of a transformers model, its config.json, a PEFT adapter folder, or a hub id",
-        fix="check the spelling and, for a hub id, the network",
+        fix=fix,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import tiny
 
@@ -28,6 +31,8 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert code == 0, out
     for part in ("base", "adapted", "accuracy", "loss of the targets", "95 % interval", "ran out of tokens"):
         assert part in out
+    (folder,) = re.findall(r"adapted, every answer: (.+)", out)
+    assert (Path(folder) / "outputs.jsonl").is_file()
     code, again, _ = run("evaluate", tmp_path / "run")
     assert [line for line in again.splitlines() if "accuracy" in line] == [
         line for line in out.splitlines() if "accuracy" in line
@@ -75,6 +80,14 @@ def test_a_mistyped_run_is_no_model_without_a_task(run, recipe, tmp_path):
     assert "found no run in that folder" in run("evaluate", tmp_path / "other")[2]
     for model in (tmp_path / "base", "smollm2-135m"):
         assert "a model without a task" in run("evaluate", model)[2]
+
+
+def test_inspecting_a_run_leads_to_its_adapter(run, recipe, tmp_path):
+    assert run("train", recipe)[0] == 0
+    code, _, err = run("inspect", tmp_path / "run")
+    assert code == 2
+    assert f"Fix: name the folder inside it: {tmp_path / 'run' / 'adapter'}" in err
+    assert run("inspect", tmp_path / "run" / "adapter")[0] == 0
 
 
 def test_the_corrected_command_starts_after_one_that_failed(run, recipe, tmp_path):

@@ -41,6 +41,13 @@ def test_full_lets_everything_learn_but_not_a_quantised_model():
         methods.get("full")().prepare(model, Adapter(), Start())
 
 
+@pytest.mark.parametrize("name", ["lora", "na-lora", "gora", "pissa"])
+def test_a_list_of_layers_is_not_adapted_in_part(name):
+    adapter = Adapter(rank=2, target_modules=["q_proj", "gate"])
+    with pytest.raises(nalora.NALoRAError, match="no layer called gate;.*did you mean gate_proj"):
+        methods.get(name)().prepare(base(), adapter, Start())
+
+
 def test_an_unknown_method_names_the_nearest():
     with pytest.raises(nalora.NALoRAError, match="did you mean na-lora"):
         methods.get("nalora")

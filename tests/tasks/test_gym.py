@@ -187,6 +187,7 @@ def test_another_process_asks_the_same():
         ("chain_sum", {"settings": {"colour": 1}}, "colour.*among min_terms"),
         ("chain_sum", {"settings": {"min_terms": -1}}, "min_terms"),
         ("chain_sum", {"settings": {"size": 3}}, "options of the task"),
+        ("chain_sum", {"settings": 1}, "settings: found 1"),
         ("chain_sum", {"train_size": 0}, "train_size: found 0"),
         ("chain_sum", {"test_size": 1_000_001}, "1 to 1000000"),
         ("chain_sum", {"seed": -1}, "seed: found -1"),

@@ -101,6 +101,7 @@ def test_an_unknown_family_names_the_nearest():
     said = problems({**GOOD, "task": "gym/chain_sums", "train_size": 300})
     assert "found 1 problem: gym/chain_sums: no family 'chain_sums'" in said
     assert "did you mean chain_sum" in said
+    assert "did you mean gym/chain_sum?" in problems({**GOOD, "task": "chain_sum"})
 
 
 def test_without_reasoning_gym_no_family_is_unknown(monkeypatch):

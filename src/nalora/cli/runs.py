@@ -72,6 +72,8 @@ def evaluate(
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)
     print_summaries(screen, summaries)
+    for who, summary in summaries.items():
+        screen.print(f"{who}, every answer: {summary['folder']}", highlight=False, soft_wrap=True)
 
 
 def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:

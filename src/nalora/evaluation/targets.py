@@ -57,7 +57,7 @@ def evaluate_target(
     device: str | None = None,
     report: Report | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Summaries by who was asked: ``base`` and ``adapted`` for a run, ``model`` for a model.
+    """Summaries by who was asked, each with its folder: ``base`` and ``adapted`` for a run, ``model`` for a model.
 
     Raises:
         NALoRAError: no such run or model, an unfinished run, no such task, or options under which a run would be asked
@@ -149,10 +149,11 @@ def _evaluate(
     who = place.name
     # All questions are named also where few are asked, so that a whole evaluation goes on from a quick look.
     key = identity(loaded, task, examples, style=style, options=options, trained=trained)
-    return evaluate(
+    folder = place.with_name(f"{place.name}-{key}")
+    summary = evaluate(
         loaded,
         task,
-        place.with_name(f"{place.name}-{key}"),
+        folder,
         style=style,
         examples=examples,
         limit=request.limit,
@@ -160,3 +161,4 @@ def _evaluate(
         batch_tokens=request.batch_tokens,
         report=lambda what, done, total: report(f"{who}: {what}", done, total),
     )
+    return {**summary, "folder": str(folder)}

@@ -11,7 +11,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
-from nalora.target_modules import linear_names, refused
+from nalora.target_modules import linear_names, refuse_names_of_nothing, refused
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LoRA(Method):
 
         torch.manual_seed(start.seed)
         config = self.config(adapter, start)
+        refuse_names_of_nothing(model, adapter.target_modules)
         names = linear_names(model)
         try:
             wrapped: nn.Module = peft.get_peft_model(model, config)

@@ -65,11 +65,13 @@ def module_of(name: str) -> str:
     if name.startswith(_GYM):
         return "nalora.tasks.gym"
     if name not in _MODULES:
+        from nalora.tasks.gym import families
+
         raise NALoRAError(
             f"task {name!r}",
             found="no task of that name",
             expected=f"one of {', '.join(names())}",
-            fix=did_you_mean(name, _MODULES, "see `nalora tasks`"),
+            fix=did_you_mean(name, [*_MODULES, *(f"{_GYM}{each}" for each in families())], "see `nalora tasks`"),
         )
     return f"nalora.tasks.{_MODULES[name]}"
 

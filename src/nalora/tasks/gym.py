@@ -77,6 +77,13 @@ class Gym(Task):
         self._check("test_size", test_size, 1, _APART)
         self._check("seed", seed, 0, _LAST_SEED)
         self.train_size, self.test_size, self.seed = train_size, test_size, seed
+        if not isinstance(settings or {}, Mapping):
+            raise NALoRAError(
+                f"{name}, settings",
+                found=repr(settings),
+                expected="the family's settings by name",
+                fix="write settings={name: value}, as in settings={max_terms: 3}",
+            )
         self.settings = dict(settings or {})
         self._check_repeatable()
         self._starts = {"train": 2 * seed * _APART, "test": (2 * seed + 1) * _APART}
@@ -267,18 +274,23 @@ def refuse_unknown_family(name: str) -> None:
     Raises:
         NALoRAError: no family of that name.
     """
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        return
-    family = name.partition("/")[2]
-    if family not in DATASETS:
+    known, family = families(), name.partition("/")[2]
+    if known and family not in known:
         raise NALoRAError(
             name,
             found=f"no family {family!r}",
-            expected=f"one of the {len(DATASETS)} of reasoning-gym",
-            fix=did_you_mean(family, DATASETS, "see reasoning_gym.factory.DATASETS", most=3, cutoff=0.4),
+            expected=f"one of the {len(known)} of reasoning-gym",
+            fix=did_you_mean(family, known, "see reasoning_gym.factory.DATASETS", most=3, cutoff=0.4),
         )
+
+
+def families() -> list[str]:
+    """All that reasoning-gym has; none where it is not installed."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        return []
+    return list(DATASETS)
 
 
 def _short(text: str) -> str:
