@@ -114,7 +114,7 @@ def test_refused_adapters_are_named_with_the_reason(run, tmp_path):
     ("arguments", "said"),
     [
         (["--target-modules", "q_proj,v_proj"], "none of them in an FFN"),
-        (["--target-modules", "nothing"], "Target modules"),
+        (["--target-modules", "nothing"], "no layer called nothing"),
         (["--regimes", "mine"], "'--regimes'"),
         (["--thresholds", "low", "high"], "'--thresholds'"),
         (["--thresholds", "2", "1"], "finite low ≤ high"),
