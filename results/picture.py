@@ -30,22 +30,24 @@ def draw() -> Path:
             axis.set_title(told)
             axis.set_yticks(range(len(arms)), arms if axis is axes[0] else [])
         figure.supxlabel("test loss minus LoRA's: left of the line is better", fontsize="medium")
-        title(
-            figure,
-            "How far from LoRA, each at its best rate (95 % intervals; coloured: distinguishable after correction)",
-        )
+        whole = all(each["whole"] for comparisons in shown.values() for each in comparisons.values())
+        marks = "coloured: distinguishable after correction" + ("" if whole else "; hollow: more seeds to come")
+        title(figure, f"How far from LoRA, each at its best rate (95 % intervals; {marks})")
         figure.savefig(TARGET, metadata={"Date": None, "Creator": "nalora", "Description": digest()})
     return TARGET
 
 
 def compared() -> dict[str, dict[str, dict[str, Any]]]:
-    """The arms of each study that have all their seeds, beside LoRA."""
-    return {
+    """The arms of each study beside LoRA, and whether all their seeds are there; with one seed there is no interval."""
+    found = {
         told: {
-            named(each["method"]): each for each in part["comparisons"][LOSS] if each["method"] not in part["missing"]
+            named(each["method"]): each | {"whole": each["method"] not in part["missing"]}
+            for each in part["comparisons"][LOSS]
+            if each["interval"] is not None
         }
         for told, part in answers(STORE).items()
     }
+    return {told: comparisons for told, comparisons in found.items() if comparisons}
 
 
 def digest() -> str:
@@ -60,6 +62,7 @@ def _lines(axis: Axes, comparisons: dict[str, dict[str, Any]], arms: list[str]) 
         decided = each["verdict"] in ("better", "worse")
         colour = COLOURS[1] if decided else GREY
         axis.plot([low, high], [place, place], color=colour, linewidth=2)
-        axis.plot([each["difference"]], [place], "o", color=colour, markersize=5)
+        inside = colour if each["whole"] else "white"
+        axis.plot([each["difference"]], [place], "o", color=colour, markerfacecolor=inside, markersize=5)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_ylim(len(arms) - 0.5, -0.5)
