@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 
@@ -11,6 +12,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     # Triton's kernels run on the CPU through its interpreter; it must be asked for before they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_garbage():
+    """Every end of a training looks through all objects for garbage; those of the imported libraries are most of them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
