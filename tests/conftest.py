@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules_are_no_garbage():
-    """Every end of a training looks through all objects for garbage; those of the imported libraries are most of them."""
+    """A training ends with a search for garbage among all objects, and most of them are the imported libraries."""
     gc.collect()
     gc.freeze()
 
