@@ -1,8 +1,9 @@
 """The tables of docs/findings.md, from what the studies came to.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm beside LoRA, study by study,
-`controls`, arms beside what they must beat, and `page`, what is left when all of these are one family, from the
-results/store/STUDY.json that `nalora study` writes; `repeats` and `robustness`, which are what noise.py says.
+`controls`, arms beside what they must beat, `page`, what is left when all of these are one family, and `later`, what
+seeds say that were added later, from the results/store/STUDY.json that `nalora study` writes; `repeats` and
+`robustness`, which are what noise.py says.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from later_seeds import later_seeds
 from noise import repeats, robustness
 
 from nalora.studies.answer import LOSS
@@ -45,7 +47,14 @@ def write() -> Path:
 
 def filled(page: str, store: Path = HERE / "store") -> str:
     """The page with everything that it has a place for."""
-    written = {"arms": arms, "controls": controls, "page": whole_page, "repeats": repeats, "robustness": robustness}
+    written = {
+        "arms": arms,
+        "controls": controls,
+        "page": whole_page,
+        "later": lambda store: later_seeds(answers(store)),
+        "repeats": repeats,
+        "robustness": robustness,
+    }
     return _PLACE.sub(lambda match: match[1] + "\n".join(written[match["name"]](store)) + "\n" + match[3], page)
 
 

@@ -54,15 +54,15 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
             if told := [each[study] for each in run if study in each]:
                 found.setdefault(cell.arm.name, {})[job.settings["seed"]] = told
 
-    def told_apart(baseline: str, counted: Callable[[list[float]], float]) -> str:
+    def verdicts(baseline: str, counted: Callable[[list[float]], float]) -> str:
         values = {arm: {seed: counted(told) for seed, told in seeds.items()} for arm, seeds in found.items()}
-        return _told_apart(values, baseline, planned=len(described.arms) - 1)
+        return told_apart(values, baseline, planned=len(described.arms) - 1)
 
     return [
         "- **Which training counts?** Of a run that was trained twice, the second, whose answers were evaluated.",
-        f"  Had the first one counted on {study}: {told_apart(described.baseline, lambda told: told[0])}.",
-        f"  With the mean of a run's trainings: {told_apart(described.baseline, statistics.fmean)}.",
-        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {told_apart(ALSO_LORA, lambda told: told[-1])}.',
+        f"  Had the first one counted on {study}: {verdicts(described.baseline, lambda told: told[0])}.",
+        f"  With the mean of a run's trainings: {verdicts(described.baseline, statistics.fmean)}.",
+        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {verdicts(ALSO_LORA, lambda told: told[-1])}.',
     ]
 
 
@@ -75,7 +75,7 @@ def trainings(store: Path) -> dict[str, list[dict[str, float]]]:
     return {run: [*each, losses(store / run)] for run, each in found.items()}
 
 
-def _told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
+def told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
     """Which arms can be told from the baseline after correction, and how far they are from it."""
     pairs = [(arm, baseline) for arm in values if arm != baseline]
     compared = compare_pairs(values, pairs, higher_is_better=False, planned=planned)

@@ -54,6 +54,27 @@ def test_a_control_with_one_seed_is_told_without_a_difference(tmp_path):
     assert script("findings").controls(tmp_path)[-1] == "| small: na-lora | random | one seed so far | too few seeds |"
 
 
+def test_later_seeds_speak_for_themselves():
+    lora = {str(seed): 1.0 for seed in range(10)}
+    # Far better in the seeds that were looked at, a little worse in those that were not.
+    turned = {seed: 0.5 if int(seed) < 5 else 1.01 + int(seed) / 1e4 for seed in lora}
+    same = {seed: 1 + (-1) ** int(seed) / 1e3 for seed in lora}
+    early = {seed: 0.5 for seed in lora if int(seed) < 5}
+    arms = {"lora": lora, "turned": turned, "same": same, "early": early}
+    part = {
+        "measures": ["accuracy", "test loss"],
+        "values": {arm: [{}, by_seed] for arm, by_seed in arms.items()},
+        "comparisons": {"test loss": [{"method": arm, "baseline": "lora"} for arm in ("turned", "same", "early")]},
+        "controls": {"test loss": [{"method": "turned", "baseline": "same"}, {"method": "same", "baseline": "early"}]},
+    }
+    unasked = part | {"values": {"lora": [{}, early], "early": [{}, early]}}
+    told = script("later_seeds").later_seeds({"sums": part, "words": unasked})
+    assert told[1:] == [
+        "  sums: worse than lora: turned (+0.0107) (corrected over 2).",
+        "  sums: worse than same: turned (+0.0109) (one comparison).",
+    ]
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "results").glob("*.html")), ids=lambda file: file.stem)
 def test_a_report_shows_these_numbers(file, tmp_path):
     def answer_in(page):
