@@ -26,6 +26,14 @@ def results(chance, seeds, differences, noise=1.0):
     return {"lora": of(0.0), **{method: of(d) for method, d in zip(METHODS, differences, strict=False)}}
 
 
+@pytest.fixture
+def _verdicts_alone(monkeypatch):
+    """Without what decides nothing and takes long."""
+    monkeypatch.setattr(comparison, "seeds_to_decide", lambda *given: None)
+    monkeypatch.setattr(comparison, "bootstrap_interval", lambda *given: None)
+
+
+@pytest.mark.usefixtures("_verdicts_alone")
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_equal_methods_are_called_different_at_most_as_often_as_stated(seeds):
     """Ten methods equal to LoRA, 300 studies: any false claim in at most 5 % of them, within three deviations."""
@@ -37,18 +45,16 @@ def test_equal_methods_are_called_different_at_most_as_often_as_stated(seeds):
     assert claims / 300 <= 0.05 + 0.038
 
 
+@pytest.mark.usefixtures("_verdicts_alone")
 @pytest.mark.parametrize("accuracy", [0.01, 0.06, 0.3])
 @pytest.mark.parametrize("questions", [100, 1319])
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_equal_accuracies_are_called_different_at_most_as_often_as_stated(monkeypatch, seeds, questions, accuracy):
+def test_equal_accuracies_are_called_different_at_most_as_often_as_stated(seeds, questions, accuracy):
     """As above where results are shares of few questions, and differences often the same number for every seed.
 
     Taken as certain, such differences are a false claim in 62 % of the studies of 2 seeds and 100 questions at an
     accuracy of 1 %, and in 18 % of those of 3 seeds.
     """
-    # Neither decides anything, and both take long.
-    monkeypatch.setattr(comparison, "seeds_to_decide", lambda *given: None)
-    monkeypatch.setattr(comparison, "bootstrap_interval", lambda *given: None)
     studies, chance = 1000, torch.Generator().manual_seed(seeds)
     asked = torch.full((studies, 11, seeds), float(questions))
     shares = (torch.binomial(asked, torch.full_like(asked, accuracy), generator=chance).double() / questions).tolist()
