@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import dummies
 import pytest
@@ -71,6 +72,28 @@ def test_in_a_browser_charts_show_the_studys_numbers(finished):
         assert visit.problems == []
         assert all(url.startswith("file:") for url in visit.requests)
         browser.close()
+
+
+def test_a_rate_that_destroyed_a_run_does_not_press_the_others_flat(finished):
+    from playwright.sync_api import sync_playwright
+
+    study, store = finished
+    progress = so_far(study, store)
+    schedule = progress.schedule
+    job = schedule.screening(schedule.cells[0])[-1]
+    worst = progress.results[job.key]
+    destroyed = progress.results | {job.key: worst._replace(losses=worst.losses | {"validation": 500.0})}
+    kinds = []
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=installed_browser(), args=["--no-sandbox"])
+        for results in (progress.results, destroyed):
+            page = write_page(study, replace(progress, results=results), store, store / "page.html")
+            visit = Visit(browser, page)
+            visit.show("rates-0")
+            kinds.append(visit.page.evaluate("document.getElementById('plot-rates-0')._fullLayout.yaxis.type"))
+            assert visit.problems == []
+        browser.close()
+    assert kinds == ["linear", "log"]
 
 
 def test_half_of_a_study_is_shown_and_nothing_of_one_is_refused(tmp_path):

@@ -57,7 +57,13 @@ function rateCurves(part) {
     legend.push({ name: arm, colour: colour(i), dash: dash(i) });
   }
   if (!traces.length) return { missing: "No run of the study has ended yet." };
-  const layout = { xaxis: { type: "log", dtick: "D2", tickformat: "~g", title: { text: "learning rate" } }, yaxis: { title: { text: "validation loss" } } };
+  const [low, high] = extent(traces.flatMap((trace) => trace.y));
+  // One rate that destroyed a run would press all others flat.
+  const losses = low > 0 && high > 10 * low ? { type: "log", dtick: "D2", tickformat: "~g" } : {};
+  const layout = {
+    xaxis: { type: "log", dtick: "D2", tickformat: "~g", title: { text: "learning rate" } },
+    yaxis: { ...losses, title: { text: "validation loss" } },
+  };
   const note = unknown.length ? `No run yet: ${unknown.join("; ")}.` : "";
   return { traces, layout, legend, note, height: 420 };
 }

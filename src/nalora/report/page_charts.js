@@ -38,6 +38,7 @@ function baseLayout(height) {
     font: { color: css("--ink"), size: 12, family: "system-ui, sans-serif" }, showlegend: false, hovermode: "closest",
     hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--faint"), font: { color: css("--ink") }, namelength: -1 },
     xaxis: { ...axis }, yaxis: { ...axis }, dragmode: window.innerWidth < 700 ? false : "zoom",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--faint"), activecolor: css("--ink") },
   };
 }
 
@@ -54,6 +55,8 @@ function merged(base, extra) {
 const PRINTED_WIDTH = 680;
 const PLOT_OPTIONS = {
   displaylogo: false, showTips: false,
+  // Where nothing can hover it would stand on the chart for good.
+  displayModeBar: window.matchMedia("(hover: none)").matches ? false : "hover",
   modeBarButtons: [["zoom2d", "resetScale2d", "toImage"]],
 };
 
