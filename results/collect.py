@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -56,11 +57,14 @@ def _keep(run: Path) -> None:
         place = HERE / run.name / file.relative_to(run)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
-    settings = HERE / run.name / "run.yaml"
     # Where it was made is nobody's business, and no run should be repeated there.
-    lines = settings.read_text(encoding="utf-8").splitlines()
-    lines = [f"output: runs/{run.name}" if line.startswith("output:") else line for line in lines]
-    settings.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _say_instead(HERE / run.name / "run.yaml", r"^output:.*$", f"output: runs/{run.name}")
+    _say_instead(HERE / run.name / "environment.json", r"--store[ =][^ \"]+", "--store results/store")
+
+
+def _say_instead(file: Path, place: str, words: str) -> None:
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(place, words, text, flags=re.MULTILINE), encoding="utf-8")
 
 
 if __name__ == "__main__":

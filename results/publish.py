@@ -7,6 +7,7 @@ Nothing is trained or asked; runs that are missing are said to be missing.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import findings
@@ -17,16 +18,19 @@ from nalora.studies.conduct import so_far
 from nalora.studies.page import write_page_of
 from nalora.studies.study import read
 
-HERE = Path(__file__).parent
-STORE = HERE / "store"
+ROOT = Path(__file__).resolve().parents[1]
+# From the root, since a report names its runs by these paths in the commands that repeat them.
+RESULTS = Path("results")
+STORE = RESULTS / "store"
 
 
 def main() -> None:
+    os.chdir(ROOT)
     # The search for a gap has an answer, which the page of findings points to, and nothing else to show.
     print(keep_answer("gap"))
     for name, _ in findings.STUDIES:
         print(keep_answer(name))
-        print(write_page_of(_file(name), STORE, HERE / f"{name}.html"))
+        print(write_page_of(_file(name), STORE, RESULTS / f"{name}.html"))
     print(findings.write())
     print(picture.draw())
 
@@ -39,7 +43,7 @@ def keep_answer(name: str) -> Path:
 
 
 def _file(name: str) -> Path:
-    return HERE.parent / "studies" / f"{name}.yaml"
+    return Path("studies") / f"{name}.yaml"
 
 
 if __name__ == "__main__":

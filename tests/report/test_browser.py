@@ -207,6 +207,14 @@ def test_the_page_fits_the_screen(browser, folder, width):
     visit.context.close()
 
 
+@pytest.mark.parametrize("touch", [False, True], ids=["mouse", "touch"])
+def test_the_zoom_bar_is_where_something_can_hover(browser, folder, touch):
+    visit = Visit(browser, folder / "report.html", is_mobile=touch, has_touch=touch)
+    assert visit.page.evaluate("matchMedia('(hover: none)').matches") is touch
+    assert visit.show("loss").locator(".modebar-btn").count() == (0 if touch else 3)
+    visit.context.close()
+
+
 def test_dark_is_dark_and_the_button_changes_it(browser, folder):
     visit = Visit(browser, folder / "report.html", color_scheme="dark")
     brightness = "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"

@@ -82,6 +82,9 @@ def test_a_report_shows_these_numbers(file, tmp_path):
 
     fresh = write_page_of(ROOT / "studies" / f"{file.stem}.yaml", STORE, tmp_path / "page.html")
     assert answer_in(file.read_text()) == answer_in(fresh.read_text())
+    repeated = [Path(run) for run in re.findall(r"nalora train (\S+) output=", file.read_text())]
+    assert repeated
+    assert all((ROOT / run).is_file() and not run.is_absolute() for run in repeated)
     assert f"(../results/{file.name})" in (ROOT / "docs" / "findings.md").read_text()
 
 
@@ -96,6 +99,13 @@ def test_the_readme_repeats_the_findings():
     assert all(each in answers for each in told)
 
 
+def test_kept_runs_do_not_say_where_they_were_made():
+    files = [file for name in ("run.yaml", "environment.json") for file in STORE.glob(f"*/{name}")]
+    assert len(files) >= 800
+    # A path from the root, at the beginning of a word.
+    assert [file for file in files if re.search(r"(^|[\s\"'=])/\w", file.read_text())] == []
+
+
 def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered(tmp_path, monkeypatch):
     collect = script("collect")
     monkeypatch.setattr(collect, "HERE", tmp_path / "store")
@@ -105,7 +115,8 @@ def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered
         evaluation.mkdir(parents=True, exist_ok=True)
         evaluation.joinpath("losses.json").write_text(json.dumps({"target_loss": {"value": loss}}))
         (run / "run.yaml").write_text(f"method: lora\noutput: {run}\n")
-        for name in ("environment.json", "result.json", "metrics.jsonl"):
+        (run / "environment.json").write_text('{"command": "study x.yaml --store /there/store --per-gpu 4"}')
+        for name in ("result.json", "metrics.jsonl"):
             (run / name).write_text(training)
         monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / training)])
         collect.main()
@@ -113,6 +124,8 @@ def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered
     assert kept.joinpath("result.json").read_text() == "second"
     assert [path.parent.name for path in kept.rglob("losses.json")] == ["adapted-second"]
     assert kept.joinpath("run.yaml").read_text() == "method: lora\noutput: runs/run0\n"
+    command = json.loads(kept.joinpath("environment.json").read_text())["command"]
+    assert command == "study x.yaml --store results/store --per-gpu 4"
     (line,) = (tmp_path / "repeats.jsonl").read_text().splitlines()
     assert json.loads(line) == {"run": "run0", "losses": {"gym/sums-validation": 0.5}}
     told = " ".join(script("findings").repeats(tmp_path / "store"))

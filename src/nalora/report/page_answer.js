@@ -58,11 +58,11 @@ function rateCurves(part) {
   }
   if (!traces.length) return { missing: "No run of the study has ended yet." };
   const [low, high] = extent(traces.flatMap((trace) => trace.y));
-  // One rate that destroyed a run would press all others flat.
-  const losses = low > 0 && high > 10 * low ? { type: "log", dtick: "D2", tickformat: "~g" } : {};
+  const logarithmic = { type: "log", dtick: "D2", tickformat: "~g" };
   const layout = {
-    xaxis: { type: "log", dtick: "D2", tickformat: "~g", title: { text: "learning rate" } },
-    yaxis: { ...losses, title: { text: "validation loss" } },
+    xaxis: { ...logarithmic, title: { text: "learning rate" } },
+    // One rate that destroyed a run would press all others flat.
+    yaxis: { ...(low > 0 && high > 10 * low ? logarithmic : {}), title: { text: "validation loss" } },
   };
   const note = unknown.length ? `No run yet: ${unknown.join("; ")}.` : "";
   return { traces, layout, legend, note, height: 420 };
