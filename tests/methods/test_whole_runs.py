@@ -31,6 +31,11 @@ ELEVEN = [
     {"method": "gora", "gradient_batches": 2},
     {"method": "na-lora"},
 ]
+OTHERS = [
+    {"method": "lora-pro", "mode": "full"},
+    {"method": "block-lora", "blocks": 2, "ratio": 4},
+    {"method": "peft/gralora", "gralora_k": 2},
+]
 CONTROLS = [{"method": name} for name in methods.names() if name.startswith("na-lora-")] + [
     {"method": "lora-scaled", "gate_scale": 0.5}
 ]
@@ -69,7 +74,12 @@ def losses(folder):
 
 @pytest.mark.parametrize(
     "options",
-    [*ELEVEN, {"method": "lora-pro", "mode": "full"}, *({"method": "na-lora", **host} for host in HOSTS if host)],
+    [
+        *ELEVEN,
+        *OTHERS,
+        {"method": "lora-pro", "mode": "full"},
+        *({"method": "na-lora", **host} for host in HOSTS if host),
+    ],
     ids=called,
 )
 def test_a_run_killed_and_resumed_is_the_whole_run(settings, tmp_path, options):

@@ -8,6 +8,7 @@ from nalora.cli.screen import console, table
 def methods() -> None:
     """List the training methods, with what each costs beside LoRA."""
     from nalora import methods
+    from nalora.methods.peft_tuners import PREFIX, tuners
 
     rows = table("method", "what it is", "reference", "step", "memory", "start, s")
     for name in methods.names():
@@ -18,6 +19,8 @@ def methods() -> None:
     console().print(rows)
     console().print(
         "Step and peak memory in units of LoRA's, measured on an H200 at Llama-3.1-8B shapes: docs/methods.md.\n"
+        f"{PREFIX}TUNER trains with a tuner of PEFT's, with its configuration fields as settings: "
+        f"{', '.join(sorted(tuners()))}.\n"
         "A Python file with METHODS is a method too: docs/extending.md.",
         highlight=False,
     )

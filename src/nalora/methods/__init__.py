@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nalora import python_files
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.methods import peft_tuners
 from nalora.methods.method import Adapter, Method, Start
 
 __all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
@@ -28,18 +29,20 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name, or the first of a Python file's METHODS where `name` is its path.
+    """The method of that name, a tuner of PEFT's (``peft/gralora``), or the first of a Python file's METHODS.
 
     Raises:
         NALoRAError: no such method.
     """
     if name.endswith(".py"):
         return _of_file(Path(name))
+    if name.startswith(peft_tuners.PREFIX):
+        return peft_tuners.method_of(name)
     if name not in _known():
         raise NALoRAError(
             f"method {name!r}",
             found="no method of that name",
-            expected=f"one of {', '.join(names())}, or a Python file with METHODS",
+            expected=f"one of {', '.join(names())}, peft/TUNER, or a Python file with METHODS",
             fix=did_you_mean(name, names(), "see `nalora methods`"),
         )
     return _known()[name]

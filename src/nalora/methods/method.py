@@ -102,6 +102,10 @@ class Method:
     def attach(self, trainer: Any) -> None:
         """What happens at every step, hung on a `transformers.Trainer` before it trains."""
 
+    def trainable_parameters(self, model: nn.Module) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write what was trained, such that it loads on the stock base model with stock libraries.
 

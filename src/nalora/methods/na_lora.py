@@ -85,6 +85,10 @@ class NALoRA(Method):
         self.host.attach(trainer)
         attach_trainer(trainer, self.nalora_config(), kernels=self.kernels)
 
+    def trainable_parameters(self, model: nn.Module) -> int:
+        """As the method below."""
+        return self.host.trainable_parameters(model)
+
     def save(self, model: nn.Module, folder: Path) -> None:
         """As the method below does."""
         self.host.save(model, folder)

@@ -33,7 +33,15 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
                 continue
         if choice is str and isinstance(value, str):
             return value
-        if typing.get_origin(choice) is list and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        if list in (choice, typing.get_origin(choice)) and isinstance(value, list):
+            inside: list[str] = []
+            (kind,) = typing.get_args(choice) or (Any,)
+            items = [converted(key, item, kind, inside) for item in value]
+            if not inside:
+                return items
+        if dict in (choice, typing.get_origin(choice)) and isinstance(value, dict):
+            return value
+        if choice is Any:
             return value
     expected = " or ".join(_in_words(choice) for choice in choices)
     problems.append(f"{key}: {value!r}, expected {expected}")
@@ -44,4 +52,7 @@ def _in_words(choice: Any) -> str:
     if typing.get_origin(choice) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(choice)))
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "nothing"}
-    return words.get(choice, "a list of names")
+    if dict in (choice, typing.get_origin(choice)):
+        return "`key: value` pairs"
+    kind = {int: "whole numbers", float: "numbers"}.get(next(iter(typing.get_args(choice)), str), "names")
+    return words.get(choice, f"a list of {kind}")

@@ -104,7 +104,7 @@ def _train(
         "task": settings.task,
         "steps": trainer.state.global_step,
         "train_loss": record.train_loss,
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "trainable_parameters": run.method.trainable_parameters(model),
         "seconds": round(record.seconds, 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
         **rows_summary(material),
