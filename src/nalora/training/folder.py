@@ -29,6 +29,7 @@ import torch
 from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
+from nalora.training.provenance import commit
 from nalora.training.settings import check
 
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
@@ -166,6 +167,7 @@ def environment() -> dict[str, Any]:
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": commit(),
         "python": platform.python_version(),
         "versions": versions,
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
