@@ -158,7 +158,7 @@ def states(progress: Any) -> Any:
     running = set(progress.running)
     for cell in schedule.cells:
         rate = schedule.chosen_rate(cell, progress.results, progress.failed)
-        jobs = {job.key for job in schedule.screening(cell)}
+        jobs = {job.key for job in schedule.screening(cell, progress.results)}
         jobs |= {job.key for job in schedule.final(cell, rate)} if rate is not None else set()
         counts = (len(jobs & each) for each in (set(progress.results), running, set(progress.failed)))
         rows.add_row(Text(cell.name), *(str(count) for count in counts), f"{rate:g}" if rate else "screening")

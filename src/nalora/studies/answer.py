@@ -32,6 +32,7 @@ class Part(NamedTuple):
     controls: Mapping[str, list[Comparison]] = {}  # by measure: arms beside what they must beat, a family of their own
     not_compared: tuple[str, ...] = ()  # of arms that diverged, a sentence for each comparison that is not made
     failed: Mapping[str, tuple[float, ...]] = {}  # the rates of each arm whose runs failed: their losses are not known
+    dropped: Mapping[str, tuple[float, ...]] = {}  # of each arm, the rates trained with one screening seed
 
     @property
     def heading(self) -> str:
@@ -42,9 +43,13 @@ class Part(NamedTuple):
         """What a reader must know of the choice of rates and of what is missing."""
         told = (
             ("At an end of the rates tried, and perhaps better beyond it", self.at_the_end),
+            ("Learning rates dropped after the first screening seed, whose validation loss is shown", self._dropped()),
             ("Not complete", self.missing),
         )
         return [f"{what}: {'; '.join(arms)}." for what, arms in told if arms]
+
+    def _dropped(self) -> list[str]:
+        return [f"{arm} at {', '.join(f'{rate:g}' for rate in rates)}" for arm, rates in self.dropped.items()]
 
     def sentences(self) -> list[str]:
         """What may be said."""
@@ -106,6 +111,7 @@ def _part(
         {name: beside for name, beside in controls.items() if beside},
         tuple(dict.fromkeys(diverged)),
         {cell.arm.name: _failed_rates(schedule, cell, results, failed) for cell in cells},
+        {cell.arm.name: dropped for cell in cells if (dropped := schedule.dropped_rates(cell, results))},
     )
 
 
@@ -113,9 +119,8 @@ def _failed_rates(
     schedule: Schedule, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
 ) -> tuple[float, ...]:
     lost = {key for key in failed if not is_screened(key, results)}
-    seeds = schedule.study.screening_seeds
     return tuple(
-        rate for rate in cell.arm.learning_rates if any(schedule.job(cell, rate, seed).key in lost for seed in seeds)
+        rate for rate in cell.arm.learning_rates if not lost.isdisjoint(schedule.screening_keys(cell, rate, results))
     )
 
 
@@ -187,7 +192,11 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
 
 def _in_a_row(part: Part, arm: str) -> str:
     """The rates of an arm with what each came to; the chosen one stands out."""
-    told = {rate: f"{rate:g}: {_shown(loss)}" for rate, loss in _known_losses(part, arm).items()}
+    dropped = part.dropped.get(arm, ())
+    told = {
+        rate: f"{rate:g}: {_shown(loss)}{' (dropped)' if rate in dropped else ''}"
+        for rate, loss in _known_losses(part, arm).items()
+    }
     return ", ".join(f"**{text}**" if rate == part.rates[arm] else text for rate, text in told.items())
 
 
@@ -213,6 +222,8 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             "learning_rates": part.rates,
             "at_the_end_of_the_rates": part.at_the_end,
             "validation_losses": {arm: _known_losses(part, arm) for arm in part.screening},
+            # Only in studies that drop rates, so that the answers of all others stay as they are.
+            **({"dropped_learning_rates": part.dropped} if part.dropped else {}),
             "missing": part.missing,
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],

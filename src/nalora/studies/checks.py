@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 RATES = "learning_rates"
+MARGIN = "drop_rates_worse_than"
 # Settings that a study gives to each run itself.
 _ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
 # Of <<, whose settings are there to be overwritten.
@@ -37,6 +38,8 @@ def problems_of_shape(given: Mapping[Any, Any], parts: Collection[str]) -> list[
         value = given.get(part, 1)
         if not (_is_whole(value) and value >= 1) and not (part == "ask_limit" and value is None):
             problems.append(f"{part}: {_told(value)}, expected a whole number, 1 or more")
+    if (margin := given.get(MARGIN)) is not None and _rate(margin) is None:
+        problems.append(f"{MARGIN}: {_told(margin)}, expected a positive number")
     if given.get("ask", "chosen") not in ("chosen", "none", "all"):
         problems.append(f"ask: {given['ask']!r}, expected chosen, none or all")
     return problems

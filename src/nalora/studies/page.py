@@ -55,7 +55,7 @@ def _shown(progress: Progress, cell: Cell) -> str | None:
         for job in schedule.final(cell, rate):
             if job.key in results:
                 return job.key
-    jobs = [job for job in schedule.screening(cell) if job.key in results]
+    jobs = [job for job in schedule.screening(cell, results) if job.key in results]
     best = min(jobs, key=lambda job: results[job.key].losses.get(VALIDATION, math.inf), default=None)
     return best.key if best else None
 

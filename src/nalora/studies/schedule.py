@@ -6,11 +6,14 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nalora.studies.job import Job
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
 from nalora.studies.study import Arm, Study
+
+_NOTHING: Mapping[str, Result] = MappingProxyType({})
 
 
 class Cell(NamedTuple):
@@ -49,13 +52,37 @@ class Schedule:
                 )
         return self._jobs[place]
 
-    def screening(self, cell: Cell) -> list[Job]:
-        """The runs that a learning rate is chosen by; none where there is nothing to choose."""
-        rates = cell.arm.learning_rates
+    def screening(self, cell: Cell, results: Mapping[str, Result] = _NOTHING) -> list[Job]:
+        """The runs that a learning rate is chosen by; none where there is nothing to choose.
+
+        Without those that `drop_rates_worse_than` has made unnecessary, judged by the results.
+        """
+        rates, (first, *others) = cell.arm.learning_rates, self.study.screening_seeds
         if len(rates) == 1:
             return []
         parts = (VALIDATION, TEST, ANSWERS) if self.study.ask == "all" else (VALIDATION,)
-        return [self.job(cell, rate, seed, *parts) for rate in rates for seed in self.study.screening_seeds]
+        dropped = self.dropped_rates(cell, results) or ()
+        return [
+            self.job(cell, rate, seed, *parts)
+            for rate in rates
+            for seed in (first, *(() if rate in dropped else others))
+        ]
+
+    def dropped_rates(self, cell: Cell, results: Mapping[str, Result]) -> tuple[float, ...] | None:
+        """Learning rates that are trained with the first screening seed alone; None while that is undecided.
+
+        Undecided means that the loss of a learning rate with the first screening seed is not known yet. A study without
+        `drop_rates_worse_than` drops none.
+        """
+        margin, rates = self.study.drop_rates_worse_than, cell.arm.learning_rates
+        if margin is None or len(rates) == 1 or len(self.study.screening_seeds) == 1:
+            return ()
+        keys = {rate: self.job(cell, rate, self.study.screening_seeds[0]).key for rate in rates}
+        if not all(is_screened(key, results) for key in keys.values()):
+            return None
+        losses = {rate: results[key].losses[VALIDATION] for rate, key in keys.items()}
+        best = min((loss for loss in losses.values() if math.isfinite(loss)), default=math.inf)
+        return tuple(rate for rate, loss in losses.items() if loss > best + margin)
 
     def screened(
         self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
@@ -63,20 +90,30 @@ class Schedule:
         """The mean validation loss of every learning rate, None while runs are missing.
 
         A run that failed or diverged counts as infinitely bad; not one that failed later, when more was asked of it.
+        Of a dropped rate it is the loss with the first screening seed.
         """
         means: dict[float, float | None] = {}
         for rate in cell.arm.learning_rates:
-            names = [self.job(cell, rate, seed).key for seed in self.study.screening_seeds]
+            names = self.screening_keys(cell, rate, results)
             known = {name: results[name].losses[VALIDATION] for name in names if is_screened(name, results)}
             losses = [known.get(name, math.inf) for name in names if name in known or name in failed]
             means[rate] = statistics.fmean(losses) if len(losses) == len(names) else None
         return means
 
+    def screening_keys(self, cell: Cell, rate: float, results: Mapping[str, Result]) -> list[str]:
+        """The runs that this learning rate is judged by."""
+        dropped = self.dropped_rates(cell, results) or ()
+        seeds = self.study.screening_seeds[: 1 if rate in dropped else None]
+        return [self.job(cell, rate, seed).key for seed in seeds]
+
     def chosen_rate(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> float | None:
         """The learning rate with the lowest validation loss; None while runs are missing, or all have failed."""
         if len(cell.arm.learning_rates) == 1:
             return cell.arm.learning_rates[0]
-        means = self.screened(cell, results, failed)
+        dropped = self.dropped_rates(cell, results)
+        if dropped is None:
+            return None
+        means = {rate: loss for rate, loss in self.screened(cell, results, failed).items() if rate not in dropped}
         known = {rate: loss for rate, loss in means.items() if loss is not None}
         if len(known) < len(means):
             return None
@@ -90,7 +127,7 @@ class Schedule:
 
     def open_jobs(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Job]:
         """Everything that can be done now and is not done, each run once; what rates are chosen by comes first."""
-        wanted = [job for cell in self.cells for job in self.screening(cell)]
+        wanted = [job for cell in self.cells for job in self._screening_now(cell, results)]
         for cell in self.cells:
             if (rate := self.chosen_rate(cell, results, failed)) is not None:
                 wanted += self.final(cell, rate)
@@ -103,12 +140,19 @@ class Schedule:
                 jobs[job.key] = twin if parts == twin.parts else replace(twin, parts=parts)
         return list(jobs.values())
 
+    def _screening_now(self, cell: Cell, results: Mapping[str, Result]) -> list[Job]:
+        """The screening runs that are certainly needed: with the first seed alone until rates have been dropped."""
+        jobs = self.screening(cell, results)
+        if self.dropped_rates(cell, results) is not None:
+            return jobs
+        return [job for job in jobs if job.settings["seed"] == self.study.screening_seeds[0]]
+
     def total(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> int:
         """How many runs the study has in all, those included whose learning rate is not chosen yet."""
         known: set[str] = set()
         unknown = 0
         for cell in self.cells:
-            known |= {job.key for job in self.screening(cell)}
+            known |= {job.key for job in self.screening(cell, results)}
             rate = self.chosen_rate(cell, results, failed)
             if rate is not None:
                 known |= {job.key for job in self.final(cell, rate)}

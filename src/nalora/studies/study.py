@@ -19,7 +19,9 @@
       na-lora: [random channels]
     learning_rates: [3.0e-4, 1.0e-3, 3.0e-3]       # of every arm; an arm may give its own, which go before all others
     validation_size: 200           # held out of the training set, to choose the learning rate by
-    screening_seeds: [0]
+    screening_seeds: [0]           # the learning rate has the lowest mean validation loss over these seeds
+    drop_rates_worse_than: 0.02    # rates whose validation loss with the first screening seed is higher than the best
+                                   # rate's by more than this are not trained with the other ones; none without it
     seeds: [0, 1, 2]               # of the runs that are compared
     ask: chosen                    # whose test answers are written: chosen runs, none, or all
     ask_limit: 100                 # only the first so many questions; all without it
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora.errors import NALoRAError, noted
-from nalora.studies.checks import RATES, problems_of_shape, repeated_keys
+from nalora.studies.checks import MARGIN, RATES, problems_of_shape, repeated_keys
 from nalora.training.settings import Run, check
 
 
@@ -69,6 +71,7 @@ class Study:
     learning_rates: tuple[float, ...] = ()
     validation_size: int = 200
     screening_seeds: tuple[int, ...] = (0,)
+    drop_rates_worse_than: float | None = None
     ask: Literal["chosen", "none", "all"] = "chosen"
     ask_limit: int | None = None
     ask_tokens: int = 32_768
@@ -161,6 +164,7 @@ def understand(given: Mapping[Any, Any], where: str = "study", beside: Sequence[
             learning_rates=tuple(float(rate) for rate in given.get(RATES, ())),
             validation_size=given.get("validation_size", 200),
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
+            drop_rates_worse_than=None if (margin := given.get(MARGIN)) is None else float(margin),
             ask=given.get("ask", "chosen"),
             ask_limit=given.get("ask_limit"),
             ask_tokens=given.get("ask_tokens", 32_768),
