@@ -126,9 +126,14 @@ class Schedule:
         return [self.job(cell, rate, seed, *parts) for seed in cell.arm.seeds]
 
     def open_jobs(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Job]:
-        """Everything that can be done now and is not done, each run once; what rates are chosen by comes first."""
-        wanted = [job for cell in self.cells for job in self._screening_now(cell, results)]
+        """Everything that can be done now and is not done, each run once.
+
+        Arm by arm: a study that is stopped early has complete arms, and the weights of an arm's chosen runs are still
+        in the store when its test set is evaluated.
+        """
+        wanted: list[Job] = []
         for cell in self.cells:
+            wanted += self._screening_now(cell, results)
             if (rate := self.chosen_rate(cell, results, failed)) is not None:
                 wanted += self.final(cell, rate)
         jobs: dict[str, Job] = {}
