@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import tiny
 import torch
@@ -69,3 +71,17 @@ def test_a_step_that_asks_the_gpu_is_refused_with_a_reason():
     step = GraphedStep(lambda batch: batch["x"].sum() * batch["x"].sum().item(), warmup=0)
     with pytest.raises(nalora.NALoRAError, match="cannot be captured"):
         step({"x": torch.ones(3, device="cuda")})
+
+
+def test_a_capture_that_finds_no_memory_says_so_and_blames_no_step(monkeypatch):
+    """A study then repeats the run with fewer others beside it."""
+
+    def step(batch):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    graphed = object.__new__(GraphedStep)
+    graphed.step, graphed._stream, graphed._memory, graphed._parameters = step, None, None, []
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        graphed._capture({})

@@ -111,6 +111,9 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if "out of memory" in str(error):
+                # What a capture that finds no memory says: not a fault of the step, and a study makes room for it.
+                raise torch.OutOfMemoryError(str(error)) from error
             raise NALoRAError(
                 "GraphedStep",
                 found=f"a step that cannot be captured: {str(error).splitlines()[0]}",
