@@ -49,8 +49,8 @@ def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any
     }
     _check_same_blocks(targets, tensors)
     if (saved := state.get("config")) is not None:
-        now = json.loads(json.dumps(config.to_dict()))
-        changed = [key for key, value in json.loads(json.dumps(saved)).items() if now.get(key) != value]
+        now = json.loads(whole_files.json_text(config.to_dict()))
+        changed = [key for key, value in json.loads(whole_files.json_text(saved)).items() if now.get(key) != value]
         if changed:
             warnings.warn(f"nalora: resumed with other settings than saved: {', '.join(changed)}", stacklevel=3)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def save(state: dict[str, Any], folder: Path) -> Path:
     """Write the state into `folder`, which is made where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
-    metadata = {"version": str(state["version"]), "config": json.dumps(state["config"])}
+    metadata = {"version": str(state["version"]), "config": whole_files.json_text(state["config"])}
     whole_files.save_tensors(path, state["tensors"], metadata)
     return path
 

@@ -23,6 +23,7 @@ from nalora.report.html import write_report
 from nalora.training.folder import RunFolder, read_jsonl, write_json
 from nalora.training.run import Interrupted, train
 from nalora.training.settings import read
+from nalora.whole_files import json_text
 
 # What the report shows of the gates: a few states, a few examples; seconds beside minutes of training.
 SNAPSHOT_EVERY = 15
@@ -142,4 +143,4 @@ def _joined(gates: dict[str, float], *names: str) -> str:
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
-    return json.loads(json.dumps(outcome._asdict() | {"arm": outcome.arm._asdict()}))  # type: ignore[no-any-return]
+    return json.loads(json_text(outcome._asdict() | {"arm": outcome.arm._asdict()}))  # type: ignore[no-any-return]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save as to_bytes
 from torch import Tensor
@@ -27,3 +31,52 @@ def write(path: Path, content: bytes | str) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors from any device as a safetensors file."""
     write(path, to_bytes({name: each.cpu().contiguous() for name, each in tensors.items()}, metadata))
+
+
+def json_text(
+    value: Any, *, indent: int | None = None, compact: bool = False, default: Callable[[Any], Any] | None = None
+) -> str:
+    """JSON that every reader accepts: numbers that are not finite become null.
+
+    Python writes NaN and Infinity for them, which are not JSON: JavaScript, jq and pandas refuse such a file. Tensors
+    and numpy's arrays and scalars are written as plain lists and numbers.
+
+    Args:
+        value: mappings, lists, texts and numbers.
+        indent: spaces for each level; None writes one line.
+        compact: no spaces after commas and colons.
+        default: what is written for a value that JSON has no form for; without it that is an error.
+
+    Raises:
+        TypeError: a value that JSON has no form for.
+    """
+    dumped = functools.partial(
+        json.dumps, indent=indent, separators=(",", ":") if compact else None, default=default, allow_nan=False
+    )
+
+    try:
+        text = dumped(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        value = _plain(value)
+        text = dumped(value, ensure_ascii=False)
+    # A model can write half of a surrogate pair, which UTF-8 cannot encode; escaped, it can be written.
+    return text if text.isascii() or _encodes(text) else dumped(value, ensure_ascii=True)
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for what is not finite, and with Python's own lists and numbers."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key.item() if hasattr(key, "item") else key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

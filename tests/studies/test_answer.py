@@ -156,7 +156,7 @@ def test_a_rate_whose_run_failed_is_told_apart_from_one_that_diverged(tmp_path):
     assert "| lora | 0.0001: failed, 0.0003: inf, **0.001: 0.5000** |" in page
     write(schedule.study, parts, {failed: "died"}, tmp_path)
     (numbers,) = json.loads((tmp_path / "study.json").read_text())
-    assert numbers["validation_losses"]["lora"] == {"0.0001": "failed", "0.0003": math.inf, "0.001": 0.5}
+    assert numbers["validation_losses"]["lora"] == {"0.0001": "failed", "0.0003": "diverged", "0.001": 0.5}
 
 
 def test_an_arm_s_name_does_not_break_the_page_s_tables():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from nalora.training.folder import read_jsonl
+from nalora.whole_files import json_text
 
 
 class Records:
@@ -34,7 +34,7 @@ class Records:
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Append finished rows; on disk before this returns."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.write("".join(json_text(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
         self.rows |= {row["id"]: row for row in rows}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from html import escape
@@ -15,6 +14,7 @@ from nalora.report import words
 from nalora.report.data import RunData
 from nalora.report.payload import payload
 from nalora.report.study_answer import StudyAnswer
+from nalora.whole_files import json_text
 
 _SCRIPTS = ("page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_capacity.js", "page.js")
 _ONE_OF_EACH = "One run of each arm; what may be said of the arms, over all their seeds, stands above."
@@ -71,7 +71,7 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
 
 def embedded(data: object) -> str:
     """JSON that can stand in a script element: no text of a run can end it."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json_text(data, compact=True)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

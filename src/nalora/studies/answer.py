@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from nalora import whole_files
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
 from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
 from nalora.studies.schedule import Cell, Schedule, is_screened
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
-from nalora.training.folder import write_json
 
 LOSS = "test loss"
 Pair = tuple[str, str]  # an arm, and what it is compared with
@@ -206,6 +205,15 @@ def _known_losses(part: Part, arm: str) -> dict[float, float | Literal["failed"]
     return {rate: "failed" if rate in failed else loss for rate, loss in part.screening[arm].items()}
 
 
+def _written_losses(part: Part, arm: str) -> dict[float, float | str | None]:
+    """The same for a file: JSON has no infinity, which is the loss of a run that diverged."""
+    known = _known_losses(part, arm)
+    return {
+        rate: "diverged" if isinstance(loss, float) and not math.isfinite(loss) else loss
+        for rate, loss in known.items()
+    }
+
+
 def _shown(loss: float | str | None) -> str:
     if loss is None:
         return "–"
@@ -221,7 +229,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             "settings": part.settings,
             "learning_rates": part.rates,
             "at_the_end_of_the_rates": part.at_the_end,
-            "validation_losses": {arm: _known_losses(part, arm) for arm in part.screening},
+            "validation_losses": {arm: _written_losses(part, arm) for arm in part.screening},
             # Only in studies that drop rates, so that the answers of all others stay as they are.
             **({"dropped_learning_rates": part.dropped} if part.dropped else {}),
             "missing": part.missing,
@@ -233,7 +241,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
         }
         for part in parts
     ]
-    write_json(folder / f"{study.name}.json", json.loads(json.dumps(content, default=str)))
+    whole_files.write(folder / f"{study.name}.json", whole_files.json_text(content, indent=2, default=str) + "\n")
     return page
 
 

@@ -18,6 +18,7 @@ from nalora.studies.job import Job, log_of
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import Result, Store
 from nalora.studies.study import Study
+from nalora.whole_files import json_text
 
 # A run is a checkpoint, an adapter and its outputs; below this much room none is started.
 _ROOM = 2**30
@@ -209,7 +210,7 @@ class _Failures:
         size = self.path.stat().st_size if self.path.is_file() else 0
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json_text(row) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:

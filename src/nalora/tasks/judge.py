@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from nalora.errors import NALoRAError
+from nalora.whole_files import json_text
 
 Verdict = TypeVar("Verdict")
 
@@ -76,7 +77,7 @@ class Judgements:
             if self.file is None:
                 return
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"key": key, **beside, "answer": answer}) + "\n"
+            line = json_text({"key": key, **beside, "answer": answer}) + "\n"
             # One unbuffered write, so that lines of several processes do not mix.
             with self.file.open("ab", buffering=0) as end:
                 end.write(f"{chr(10) if self._broken_end else ''}{line}".encode())

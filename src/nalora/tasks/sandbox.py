@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
+from nalora.whole_files import json_text
 
 _FOLDER = Path(__file__).parent / "sandboxed"
 # The folder as a package of its own: as a part of nalora its import would bring torch, and with its parent folder on
@@ -230,7 +231,7 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
             # The seed: a program that depends on the order of a set gets one verdict, not two.
             ended = subprocess.run(
                 _command(way, "supervisor", folder, limits),
-                input=json.dumps(job).encode(),
+                input=json_text(job).encode(),
                 capture_output=True,
                 env={"PYTHONHASHSEED": "0"},
                 cwd="/",
@@ -243,7 +244,7 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
 
 
 def _command(way: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
-    settings = json.dumps({"way": way, "limits": asdict(limits), "folder": folder, "packages": list(packages)})
+    settings = json_text({"way": way, "limits": asdict(limits), "folder": folder, "packages": list(packages)})
     # -S: no packages of ours, but those that are named.
     start = _START.format(module=module)
     command = [os.path.realpath(sys.executable), "-s", "-S", "-c", start, str(_FOLDER), settings]

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from nalora import processes
 from nalora.training.folder import COMPLETE, RunFolder, write_json
+from nalora.whole_files import json_text
 
 # In a checkpoint: the losses and the time up to it, which a Trainer begins anew when it is resumed.
 _SO_FAR = "so_far.json"
@@ -62,7 +63,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and logs and "loss" in logs:
             row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3)}
             with self.folder.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json_text(row) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The checkpoint is complete: no process will write any more into it."""

@@ -143,7 +143,7 @@ class RunFolder:
         for file in (self.metrics, self.gates):
             if file.is_file():
                 kept = [row for row in read_jsonl(file) if row.get("step", 0) <= step]
-                whole_files.write(file, "".join(json.dumps(row) + "\n" for row in kept))
+                whole_files.write(file, "".join(whole_files.json_text(row) + "\n" for row in kept))
         for later in self.snapshot_steps():
             if later > step:
                 shutil.rmtree(self.snapshot(later))
@@ -178,7 +178,7 @@ def environment() -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file, whole or not at all."""
-    whole_files.write(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    whole_files.write(path, whole_files.json_text(value, indent=2) + "\n")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

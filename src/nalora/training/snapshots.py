@@ -6,7 +6,6 @@ snapshots/step-00000010/ is what the run would have saved at that step, and unde
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ from nalora.metrics import NAMES
 from nalora.peft_names import in_base
 from nalora.processes import is_first_process
 from nalora.training.folder import RunFolder
+from nalora.whole_files import json_text
 
 
 class GateRecord(TrainerCallback):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
 
     def _append(self, row: dict[str, Any]) -> None:
         with self.folder.gates.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_text(row) + "\n")
 
 
 class Snapshots(TrainerCallback):  # type: ignore[misc]
