@@ -13,8 +13,12 @@ def follow(
     *,
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
+    result: Callable[[Any], None] | None = None,
 ) -> Callable[[], None]:
-    """Run `before` or `after` with the arguments of every call of ``owner.method``; the result puts it back."""
+    """Run `before` or `after` with the arguments of every call of ``owner.method``, and `result` with what it returns.
+
+    What this returns puts the method back.
+    """
     original = getattr(owner, method)
     was_own = method in vars(owner)
 
@@ -22,10 +26,12 @@ def follow(
     def followed(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args, **kwargs)
-        result = original(*args, **kwargs)
+        returned = original(*args, **kwargs)
+        if result is not None:
+            result(returned)
         if after is not None:
             after(*args, **kwargs)
-        return result
+        return returned
 
     setattr(owner, method, followed)
 

@@ -36,7 +36,8 @@ def train(
     if not is_first_process():
         return
     steps, seconds, loss = result["steps"], result["seconds"], result["train_loss"]
-    screen.print(f"{steps} steps in {seconds:.0f} s, training loss {loss:.4f}", highlight=False)
+    shown = "not finite" if loss is None else f"{loss:.4f}"
+    screen.print(f"{steps} steps in {seconds:.0f} s, training loss {shown}", highlight=False)
     screen.print(f"the run: {described.settings.output}", highlight=False)
 
 

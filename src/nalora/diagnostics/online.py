@@ -20,6 +20,7 @@ from nalora.diagnostics.masks import masks_by_site
 from nalora.diagnostics.probe import batches_of
 from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin
+from nalora.training.divergence import finite_parameters
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.material import Material
 from nalora.training.settings import Run
@@ -65,7 +66,9 @@ class OnlineDiagnosis(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Compare, if this is a step for it."""
         step, last = state.global_step, state.global_step == state.max_steps
-        if state.is_world_process_zero and (step % self.run.settings.diagnose_every == 0 or last):
+        due = step % self.run.settings.diagnose_every == 0 or last
+        # Of parameters that are not finite nothing can be measured: the run is about to end as diverged.
+        if due and finite_parameters(model) and state.is_world_process_zero:
             self._diagnose(model, step, last)
 
     def _diagnose(self, model: nn.Module, step: int, last: bool) -> None:

@@ -12,6 +12,7 @@ from nalora.diagnostics.twins import is_adapter
 from nalora.errors import NALoRAError
 from nalora.methods.method import Method
 from nalora.training.folder import COMPLETE, RunFolder
+from nalora.training.saved_run import diverged_step
 from nalora.training.settings import Run
 
 
@@ -35,6 +36,8 @@ def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[Saved],
         NALoRAError: fewer than two of them.
     """
     notices: list[str] = []
+    if (step := diverged_step(folder)) is not None:
+        notices.append(f"the run diverged at step {step}: these are its states before that")
     if not folder.result.is_file():
         notices.append("the run is not finished: this is what there is of it so far")
     found = [Saved(step, folder.snapshot(step)) for step in folder.snapshot_steps()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,7 +177,9 @@ def _target_loss(
         losses = _losses(loaded, task, part, style)
         known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
         report("reading", len(examples) - len(missing) + start + len(part), len(examples))
-    pairs = [(known.rows[each.id]["loss"], known.rows[each.id]["tokens"]) for each in examples]
+    # A loss that is not finite is null in the file.
+    rows = [known.rows[each.id] for each in examples]
+    pairs = [(math.nan if row["loss"] is None else row["loss"], row["tokens"]) for row in rows]
     intervals = bootstrap(len(pairs), lambda drawn: {"loss": mean_loss([pairs[i] for i in drawn])})
     return {"value": mean_loss(pairs), "bootstrap": intervals["loss"]}
 

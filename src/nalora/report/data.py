@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,8 +71,8 @@ class RunData:
         return str(self.settings.get("task") or (self.result or {}).get("task") or "unknown task")
 
     def series(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Steps and values of a metric, where it was logged as a number."""
-        rows = [row for row in self.metrics if isinstance(row.get(name), int | float)]
+        """Steps and values of a metric, where it was logged as a finite number."""
+        rows = [row for row in self.metrics if isinstance(row.get(name), int | float) and math.isfinite(row[name])]
         steps, values = [row["step"] for row in rows], [row[name] for row in rows]
         return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
 
@@ -99,6 +100,8 @@ def read_run(path: str | Path) -> RunData:
     if result is None:
         missing["result"] = _why_no_result(folder)
         notices.append(missing["result"])
+    elif (sentence := _not_finite(result)) is not None:
+        notices.append(sentence)
     metrics = _read_metrics(folder.metrics, notices)
     if not metrics:
         missing["metrics"] = "No step was logged, so there is no training curve."
@@ -254,6 +257,20 @@ def _why_no_result(folder: RunFolder) -> str:
     if has:
         return "The run is still going, or was stopped; it can be resumed from a checkpoint."
     return "The run is still going, or was stopped before any checkpoint; numbers are those so far."
+
+
+def _not_finite(result: dict[str, Any]) -> str | None:
+    """That a run diverged. Version 0.1 wrote no word about it but a loss that is not a number."""
+    if result.get("diverged"):
+        step = result.get("diverged_step")
+        return (
+            f"The run diverged: loss or gradients were not finite from step {step} on. It was stopped, and no adapter"
+            " was saved; the numbers shown are those before."
+        )
+    loss = result.get("train_loss")
+    if "train_loss" in result and not (isinstance(loss, int | float) and math.isfinite(loss)):
+        return "The training loss is not finite: the run diverged, and what it saved is not usable."
+    return None
 
 
 def _why_no_gates(path: Path, settings: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def _results(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
                 columns.append(Column(name, f"{name}, %" if share else name, scale=100 if share else 1))
     if not columns:
         for run, label in zip(runs, labels, strict=True):
-            loss = _number((run.result or {}).get("train_loss"))
+            result = run.result or {}
+            # Null in the file where it was not finite.
+            loss = math.nan if result.get("diverged") else _number(result.get("train_loss"))
             if loss is not None:
                 records.append(Record(label, seed_of(run), {"training loss": loss}))
         title = (

@@ -60,6 +60,9 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """One row for each logged step."""
+        if state.log_history:
+            # It goes into the checkpoints, as JSON that transformers writes.
+            state.log_history[-1] = json.loads(json_text(state.log_history[-1]))
         if state.is_world_process_zero and logs and "loss" in logs:
             row = {"step": state.global_step, **logs, "seconds": round(self.seconds, 3)}
             with self.folder.metrics.open("a", encoding="utf-8") as file:

@@ -22,9 +22,11 @@ from nalora.progress import bars
 from nalora.training import liger
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.claim import claimed, step_of
+from nalora.training.divergence import Diverged, DivergenceWatch, advice
 from nalora.training.folder import RunFolder
 from nalora.training.material import Material, described, kind_of, prepare, rows_summary
-from nalora.training.settings import Run
+from nalora.training.saved_run import refuse_diverged
+from nalora.training.settings import Run, RunSettings
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.start import make_start
 from nalora.training.trainer import make_trainer
@@ -40,6 +42,7 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     Raises:
         NALoRAError: something is not there, or the folder holds another run.
         Interrupted: stopped by Ctrl-C, with a checkpoint.
+        Diverged: loss or gradients stayed non-finite, in this training or in the finished one that is to be resumed.
     """
     settings = run.settings
     device = loading.usable_device(settings.device)
@@ -48,6 +51,7 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     folder = RunFolder(settings.output or "runs/run")
     with claimed(folder, run, resume=resume, device=device) as checkpoint:
         if resume and folder.result.is_file():
+            refuse_diverged(folder)
             console.print(f"{folder.path} is already finished", highlight=False)
             return _read_result(folder)
         task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
@@ -80,7 +84,9 @@ def _train(
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
     folder.forget_after(step_of(checkpoint))
+    watch = DivergenceWatch()
     _keep_records(run, trainer, folder, loaded.model, material)
+    watch.install(trainer)
     record.follow(trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -96,7 +102,8 @@ def _train(
     finally:
         bar.close()
         stop.stop_listening()
-    if stop.asked and trainer.state.global_step < trainer.state.max_steps:
+    diverged_step = watch.conclude()
+    if diverged_step is None and stop.asked and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"stopped after step {trainer.state.global_step}; go on with --resume")
     result = {
         "method": run.method.name,
@@ -111,6 +118,8 @@ def _train(
     }
     if caching:
         config.use_cache = caching
+    if diverged_step is not None:
+        raise _diverged(settings, folder, result, diverged_step)
     if run.method.trains_the_model:
         run.method.save(loaded.model, folder.model)
     else:
@@ -149,6 +158,14 @@ def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, m
         trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
     if settings.diagnose_every:
         trainer.add_callback(OnlineDiagnosis(folder, run, material, controller))
+
+
+def _diverged(settings: RunSettings, folder: RunFolder, result: dict[str, Any], step: int) -> Diverged:
+    """Write a result that says so, without an adapter; what to raise."""
+    error = Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint())
+    if is_first_process():
+        folder.finish({**result, "train_loss": None, "diverged": True, "diverged_step": step, "message": str(error)})
+    return error
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +45,35 @@ def finished_run(path: str | Path) -> FinishedRun:
     """The run of a folder.
 
     Raises:
-        NALoRAError: no run is there, or one that has not come to its end.
+        NALoRAError: no run is there, or one that has not come to its end, or one that diverged.
     """
     folder = RunFolder(path)
     run = read_run(folder)
+    refuse_diverged(folder)
     if not folder.result.is_file() or not folder.trained.is_dir():
         raise NALoRAError(
             str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
         )
     return FinishedRun(folder, run, folder.trained)
+
+
+def diverged_step(folder: RunFolder) -> int | None:
+    """The step at which the run in a folder diverged; None where it did not, or has not ended."""
+    try:
+        result = json.loads(folder.result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return int(result.get("diverged_step") or 0) if isinstance(result, dict) and result.get("diverged") else None
+
+
+def refuse_diverged(folder: RunFolder) -> None:
+    """Raise what the run ended with, if it diverged: it has no result, and resumed it would diverge again.
+
+    Raises:
+        Diverged: it did.
+    """
+    from nalora.training.divergence import Diverged, advice
+
+    step = diverged_step(folder)
+    if step is not None:
+        raise Diverged(str(folder.path), step, advice(read_run(folder).settings), folder.latest_checkpoint())

@@ -18,6 +18,7 @@ from nalora.methods.method import Method
 from nalora.metrics import NAMES
 from nalora.peft_names import in_base
 from nalora.processes import is_first_process
+from nalora.training.divergence import finite_parameters
 from nalora.training.folder import RunFolder
 from nalora.whole_files import json_text
 
@@ -75,7 +76,7 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After the step, the controller's part included."""
         step = state.global_step
-        if step % self.every == 0 or step == state.max_steps:
+        if (step % self.every == 0 or step == state.max_steps) and finite_parameters(self.model):
             self.save(step)
 
     def save(self, step: int) -> Path:
