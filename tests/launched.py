@@ -37,19 +37,44 @@ CASES: dict[str, dict] = {
     "na-lora update": {"method": "na-lora", "apply_to": "update"},
     **{name: {"method": name} for name in methods.names() if name.startswith("na-lora-")},
     "lora-scaled": {"method": "lora-scaled", "gate_scale": 0.5},
+    "rows of four steps": {"method": "lora", "log_every": 4},
 }
+SGD = {"optimizer": "sgd", "learning_rate": 0.3}
+# The same of models whose loss is not a decoder's. One process takes whole batches, two take four passes of 2: Adam
+# divides a factor of the gradient out again, SGD shows it.
+_ALL = [name for name in CASES if name not in ("packed", "eager", "like-length", "rows of four steps")]
+_QUICK = {
+    "t5": ["lora sgd", "adalora sgd", "na-lora sgd", "gora"],
+    "bart": ["lora sgd"],
+    "clip": ["na-lora", "adalora sgd"],
+}
+OTHERS: dict[str, dict] = {
+    f"{kind} {name}{ending}": {**CASES[name], **more, "kind": kind}
+    for kind in _QUICK
+    for name in _ALL
+    for ending, more in (("", {}), (" sgd", SGD))
+    # LoRA-Pro and LoRA+ group the parameters for Adam; BART differs from T5 in nothing but its blocks.
+    if (name in ("full", "lora", "adalora", "na-lora") or not ending) and (kind != "bart" or name == "lora")
+}
+QUICK = [f"{kind} {name}" for kind, names in _QUICK.items() for name in names]
 RESUMED = ["pissa", "adalora", "lora-pro full", "na-lora update", "like-length"]
 _ELSEWHERE = ("eager", "like-length", "lora-scaled")
 SHARDED = [name for name, case in CASES.items() if not case["method"].startswith("na-lora") and name not in _ELSEWHERE]
 
 
-def settings(base: str) -> dict:
+def settings(base: str, kind: str = "") -> dict:
     """10 steps of 8 rows, over passes of 17: in each third step the second process has nothing but blanks.
 
-    Rank 3 does not come out even on two processes either.
+    Rank 3 does not come out even on two processes either. Models of other kinds are in folders beside the base's.
     """
+    if kind == "clip":
+        return {
+            "model": f"{base}-clip", "task": "digits", "train_limit": 17, "device": "cpu", "rank": 3,
+            "regimes": "derived", "steps": 10, "batch_size": 8, "learning_rate": 1e-3, "log_every": 1,
+        }  # fmt: skip
     return {
-        "model": base, "task": "gym/chain_sum", "train_size": 17, "test_size": 4, "device": "cpu", "rank": 3,
+        "model": f"{base}-{kind}" if kind else base,
+        "task": "gym/chain_sum", "train_size": 17, "test_size": 4, "device": "cpu", "rank": 3,
         "settings": {"min_terms": 2, "max_terms": 4, "min_digits": 2, "max_digits": 5},
         "steps": 10, "batch_size": 8, "learning_rate": 1e-3, "log_every": 1,
     }  # fmt: skip
@@ -87,7 +112,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(RunFolder(folder).metrics)]
+    return logged(folder, "loss")
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    return [row[name] for row in read_jsonl(RunFolder(folder).metrics)]
+
+
+def train_loss(folder: Path) -> float:
+    return json.loads(RunFolder(folder).result.read_text())["train_loss"]
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -100,8 +133,10 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
     """One case, with what this process ends with beside the run's folder."""
     from unittest.mock import patch
 
-    case = dict(CASES[name])
-    float64 = case.pop("float64", True)
+    case = dict((CASES | OTHERS)[name])
+    float64, kind = case.pop("float64", True), case.pop("kind", "")
+    if kind and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        case |= {"micro_batch_size": 2}
     if sharded:
         case |= {"snapshot_every": 5}
     if name in RESUMED:
@@ -121,7 +156,9 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
         return made[0]
 
     with patch.object(loading, "load", loaded), patch.object(running, "make_trainer", trainer):
-        running.train(check({**settings(base), **case, "output": str(folder / name)}), resume=resume)
+        running.train(
+            check({**_known(settings(base, kind), case), **case, "output": str(folder / name)}), resume=resume
+        )
     rank = os.environ.get("RANK", "0")
     if sharded:
         assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in made[0].model.parameters())
@@ -130,6 +167,11 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
     controller = getattr(made[0], "nalora_controller", None)
     state = controller.state_dict() if controller else None
     torch.save({"learned": learned, "controller": state}, folder / f"{name}.{rank}.pt")
+
+
+def _known(given: dict, case: dict) -> dict:
+    """Without the setting that only NA-LoRA has."""
+    return given if case["method"].startswith("na-lora") else {k: v for k, v in given.items() if k != "regimes"}
 
 
 def shard(trainer) -> None:

@@ -123,6 +123,21 @@ def saved_t5(folder, **config) -> str:
     return str(folder)
 
 
+def saved_bart(folder) -> str:
+    """A folder with a small BART of one layer, without dropout, and its tokenizer."""
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = transformers.BartConfig(
+        vocab_size=len(made), d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=512, dropout=0.0,
+        decoder_start_token_id=made.pad_token_id, eos_token_id=made.eos_token_id, pad_token_id=made.pad_token_id,
+        bos_token_id=made.pad_token_id, forced_eos_token_id=None,
+    )  # fmt: skip
+    transformers.BartForConditionalGeneration(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
 def saved_sst2(folder) -> str:
     """A folder with SST-2's files, of four sentences."""
     lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]

@@ -40,10 +40,17 @@ class _Argument:
 class TokenMask:
     """Answers for one gate layer which tokens of the current pass count."""
 
-    def __init__(self, gate: str, witnesses: list[_Argument], decoder: tuple[_Argument, _Argument] | None) -> None:
+    def __init__(
+        self,
+        gate: str,
+        witnesses: list[_Argument],
+        decoder: tuple[_Argument, _Argument] | None,
+        picture_labels: _Argument | None = None,
+    ) -> None:
         self.gate = gate
         self.witnesses = witnesses
         self.decoder = decoder
+        self.picture_labels = picture_labels
 
     def of(self, shape: torch.Size) -> Tensor | None:
         """The boolean mask of z's tokens, given its leading shape, or None where all of them are real.
@@ -62,6 +69,11 @@ class TokenMask:
             if decoder_mask is None and labels is not None and labels.shape == shape:
                 learned = labels != _IGNORED_LABEL
                 mask = learned if mask is None else mask & learned
+        if self.picture_labels is not None:
+            labels = self.picture_labels.value
+            # A pass with no picture to learn from, where a process has to keep step with others that have some.
+            if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.numel():
+                mask = torch.zeros(shape, dtype=torch.bool, device=labels.device)
         return mask
 
     def _matching(self, mask: Tensor, shape: torch.Size) -> Tensor:
@@ -111,13 +123,15 @@ def watch_masks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask
                 witnesses.append(argument(owner, "attention_mask"))
             if _is_tower(modules[owner]):
                 break
-        decoder = None
+        decoder = pictures = None
         for owner in path:
+            if _takes(modules[owner], "pixel_values", "labels"):
+                pictures = argument(owner, "labels")
             if _takes(modules[owner], "decoder_input_ids", "decoder_attention_mask", "labels"):
                 stack = modules[owner].get_decoder()
                 if any(modules[prefix] is stack for prefix in path):
                     decoder = (argument(owner, "decoder_attention_mask"), argument(owner, "labels"))
-        masks[gate] = TokenMask(gate, witnesses, decoder)
+        masks[gate] = TokenMask(gate, witnesses, decoder, pictures)
     return masks, handles
 
 

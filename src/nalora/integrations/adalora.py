@@ -106,9 +106,12 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
         self.kept, self.config.rank_pattern = self.config.rank_pattern, None
 
     def _share_penalty(self, model: Any, inputs: Any, items: Any = None) -> None:
-        """The orthogonality counts once in a step, over however many passes and processes the loss is summed."""
+        """The orthogonality counts once in a step, over however many passes and processes the loss is summed.
+
+        Where a run's trainer weights the passes, the weights of a step add up to 1, the penalty's with them.
+        """
         trainer, parts = self.trainer, 1
-        if trainer.model_accepts_loss_kwargs and items is not None:
+        if trainer.model_accepts_loss_kwargs and items is not None and not getattr(trainer, "weights_passes", False):
             parts = trainer.current_gradient_accumulation_steps
             if trainer.args.average_tokens_across_devices:
                 parts *= trainer.accelerator.num_processes

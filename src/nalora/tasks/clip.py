@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +51,24 @@ class CLIPClassifier(nn.Module):
         The loss is the mean over these images, or this pass's share of the mean over the `num_items_in_batch` of a
         step: a mean of passes' means would count images more where the last pass has fewer.
         """
-        images = self.visual_projection(self.vision_model(pixel_values=pixel_values).pooler_output)
+        images = self.visual_projection(self._seen(pixel_values))
         logits = self.logit_scale * nn.functional.normalize(images, dim=-1) @ self.head.T
         loss = None
         if labels is not None:
             items = len(labels) if num_items_in_batch is None else num_items_in_batch
             loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / items
         return ImageClassifierOutput(loss=loss, logits=logits)
+
+    def _seen(self, pixel_values: Tensor) -> Tensor:
+        """The vision tower's view of each picture, also of none: every process has to go through every layer.
+
+        CLIP's attention cannot take no picture, so it sees a black one, which then is left out; no label says that it
+        counts, so NA-LoRA's statistics leave it out as well.
+        """
+        count = len(pixel_values)
+        shown = pixel_values if count else pixel_values.new_zeros(1, *pixel_values.shape[1:])
+        pooled: Tensor = self.vision_model(pixel_values=shown).pooler_output
+        return pooled[:count]
 
 
 def classifier(loaded: Loaded, task: ImageTask) -> Loaded:
@@ -85,17 +96,31 @@ def zero_shot_head(clip: Any, tokenizer: Any, prompts: Sequence[str], batch_size
 class PictureCollator:
     """Makes a batch of pictures.
 
+    A blank (None) is left out: a batch of blanks alone has no picture, and nothing in it counts.
+
     Args:
         processor: CLIP's image processor.
     """
 
+    # Whether None may stand in the place of a picture.
+    takes_blanks: ClassVar[bool] = True
+
     def __init__(self, processor: Any) -> None:
         self.processor = processor
 
-    def __call__(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    def __call__(self, pictures: Sequence[Picture | None]) -> dict[str, Tensor]:
         """The arguments of `CLIPClassifier.forward`."""
-        pixels = self.processor(images=[each.rgb() for each in pictures], return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in pictures])}
+        real = [each for each in pictures if each is not None]
+        images = [each.rgb() for each in real] or [_any_picture()]
+        pixels = self.processor(images=images, return_tensors="pt")["pixel_values"][: len(real)]
+        return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in real], dtype=torch.long)}
+
+
+def _any_picture() -> Any:
+    """Of which the processor makes pixels of the right size."""
+    from PIL import Image
+
+    return Image.new("RGB", (8, 8))
 
 
 def classify(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[int]:

@@ -43,8 +43,12 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
     @property
     def train_loss(self) -> float:
         """The mean loss of all steps, once training has ended."""
-        steps: int = self.trainer.state.global_step - self.first_step
-        return float(self.trainer._total_loss_scalar) / max(steps, 1)
+        trainer = self.trainer
+        steps: int = trainer.state.global_step - self.first_step
+        # The trainer has added what this process alone has summed since the last row.
+        own = trainer._tr_loss.detach()
+        of_all = processes.add_up(own.clone()).item() / processes.count()
+        return (float(trainer._total_loss_scalar) - own.item() + of_all) / max(steps, 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go on with the sums of the checkpoint that is resumed from."""

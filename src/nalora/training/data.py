@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -155,6 +155,9 @@ class Collator:
     A blank (None) is one pad, whose mask is `blank`: 0, so that no statistics see it, or 1 for attention that cannot
     take a row without any real token.
     """
+
+    # Whether None may stand in the place of a row.
+    takes_blanks: ClassVar[bool] = True
 
     pad_token_id: int
     kind: str = "causal"

@@ -115,6 +115,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         disable_tqdm=True,
         dataloader_pin_memory=device.startswith("cuda"),
     )
+    # One process trains on one GPU. The Trainer would spread the model over all it sees, and the batch with it.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
     trainer = RunTrainer(
         model=model,
         args=arguments,
