@@ -144,9 +144,7 @@ def test_na_lora_controls_the_steps_of_the_others(settings, tmp_path, host, appl
 @pytest.mark.parametrize("options", ELEVEN, ids=called)
 def test_split_batches_and_checkpointing_learn_the_same(settings, tmp_path, options):
     """4 passes of 1 example, with checkpointing, against one pass of 4: rounding apart, the same losses."""
-    # LoRA-GA and GoRA start from batches of a pass's size: the same examples, whichever way they are split.
-    batches = {"gradient_batches": 4 * options["gradient_batches"]} if "gradient_batches" in options else {}
-    split = {**settings, **options, **batches, "micro_batch_size": 1, "gradient_checkpointing": True}
+    split = {**settings, **options, "micro_batch_size": 1, "gradient_checkpointing": True}
     train(check({**settings, **options, "output": str(tmp_path / "whole")}))
     train(check({**split, "output": str(tmp_path / "split")}))
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 
 from nalora import NALoRAError, processes
-from nalora.training.settings import RunSettings
+from nalora.training.folder import RunFolder, read_jsonl
+from nalora.training.run import train
+from nalora.training.settings import RunSettings, check
 from nalora.training.trainer import Split, split_batch
 
 
@@ -45,3 +48,22 @@ def test_passes_that_do_not_fit_are_told_what_does(launched):
     with pytest.raises(NALoRAError, match="set micro_batch_size to a divisor of 4"):
         split_batch(settings(8, 8))
     assert split_batch(settings(8, 4)).accumulated == 1
+
+
+@pytest.mark.parametrize(("warmup", "rising"), [(0, 0), (0.5, 5), (1, 10), (1.0, 10)])
+def test_a_warmup_of_one_is_the_whole_run(tmp_path, warmup, rising):
+    """Every value is a share of the steps."""
+    run = check({
+        "model": tiny.saved_llama(tmp_path / "base", layers=1), "task": "gym/chain_sum", "train_size": 8,
+        "test_size": 2, "output": str(tmp_path / "run"), "steps": 10, "batch_size": 2, "log_every": 1, "device": "cpu",
+        "warmup": warmup, "learning_rate": 1e-3, "schedule": "constant_with_warmup",
+    })  # fmt: skip
+    train(run)
+    rates = [row["learning_rate"] for row in read_jsonl(RunFolder(tmp_path / "run").metrics)]
+    assert rates == pytest.approx([1e-3 * min(1.0, step / rising) if rising else 1e-3 for step in range(10)])
+
+
+@pytest.mark.parametrize("warmup", [-0.1, 1.5, 100])
+def test_a_warmup_that_is_no_share_is_refused(warmup):
+    with pytest.raises(NALoRAError, match="warmup.*a share between 0 and 1"):
+        check({"model": "m", "task": "gym/chain_sum", "warmup": warmup})

@@ -44,7 +44,7 @@ class GoRA(LoRA):
 
     Args:
         gamma: γ; how large a step the start is, in units of the gradient.
-        gradient_batches: over how many batches the gradient is taken (its authors take 64 for T5).
+        gradient_batches: over how many batches of `batch_size` rows the gradient is taken (its authors take 64 for T5).
         min_rank: no layer gets less.
         max_rank: nor more.
         ratio: LoRA+'s: the learning rate of B over that of A.

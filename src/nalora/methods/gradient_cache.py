@@ -21,8 +21,9 @@ from nalora.methods.method import Batch
 Reduced = dict[str, dict[str, Tensor]]
 
 _log = logging.getLogger("nalora")
-# Of the files' form and of how gradients are taken: another number finds nothing of before.
-_VERSION = 1
+# Of the files' form and of how gradients are taken: another number finds nothing of before. Up to 1, a batch was what
+# one pass had, not what an optimizer step has.
+_VERSION = 2
 # What a configuration says that no gradient depends on.
 _NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "use_cache")
 

@@ -25,7 +25,7 @@ from nalora.processes import add_up, is_first_process
 # (a layer's name, the PEFT layer, its mean gradient in float32: outputs × inputs) to the tensors worth keeping.
 Reduce = Callable[[str, Any, Tensor], dict[str, Tensor]]
 
-# With 8 batches, as LoRA-GA takes, 64 passes in all.
+# With 8 batches, as LoRA-GA takes, of one pass each: 64 passes in all.
 MOST_GROUPS = 8
 _IGNORED = -100
 
@@ -40,13 +40,14 @@ def reduce_mean_gradients(
 ) -> Reduced:
     """Reduce the mean gradient of every layer that has an adapter; the adapters themselves do not act.
 
-    The mean is over all label tokens of all processes' batches, so it does not depend on how rows are split. The model
-    is left as it was found. What came out is kept in `start.cache` and found there by content.
+    The mean is over all label tokens of all processes' batches, so it does not depend on how rows are split into passes
+    and over processes. The model is left as it was found. What came out is kept in `start.cache` and found there by
+    content.
 
     Args:
         model: wrapped by PEFT.
         start: gives the batches, the cache and the ear for progress.
-        batches: how many batches.
+        batches: how many batches, each of as many rows as an optimizer step has.
         reduce: what to keep of a gradient; its result is on the CPU and the same on every process.
         key: whatever `reduce` depends on beside the layer and its gradient.
         memory: GiB of gradients at a time. There are two groups or more where there are two layers, and never more
@@ -71,11 +72,12 @@ def reduce_mean_gradients(
             return kept
     groups = grouped({name: _accumulator_bytes(layer) for name, layer in layers.items()}, int(memory * 2**30))
     reduced: Reduced = {}
+    passes = batches * start.passes
     with _untouched(model, layers):
         for done, group in enumerate(groups):
 
-            def passed(number: int, before: int = done * batches) -> None:
-                start.report("gradients", before + number, len(groups) * batches)
+            def passed(number: int, before: int = done * passes) -> None:
+                start.report("gradients", before + number, len(groups) * passes)
 
             gradients = _mean_gradients(model, {name: layers[name] for name in group}, start.batches(batches), passed)
             for name in group:

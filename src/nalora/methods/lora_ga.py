@@ -34,7 +34,7 @@ class LoRAGA(LoRA):
 
     Args:
         gamma: γ; larger starts smaller.
-        gradient_batches: over how many batches the gradient is taken.
+        gradient_batches: over how many batches of `batch_size` rows the gradient is taken.
         gradient_memory: GiB of gradients at a time.
     """
 

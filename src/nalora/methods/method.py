@@ -42,7 +42,9 @@ class Start:
     Args:
         seed: of everything it draws.
         steps: how many optimizer steps the run will take.
-        batches: the first n batches of the training set, this process's share of each, the same at every call.
+        batches: the first n batches of the training set, each of as many rows as an optimizer step trains on; of every
+            batch this process's share, in passes of the size that training takes. The same at every call.
+        passes: how many passes a batch has.
         folder: the run's folder; what a resumed run must find again of the start is kept there.
         cache: where results that took long are kept by their content, for other runs.
         report: hears (what, done, total) on long work.
@@ -51,6 +53,7 @@ class Start:
     seed: int = 0
     steps: int = 1
     batches: Callable[[int], Iterable[Batch]] = lambda n: ()
+    passes: int = 1
     folder: Path | None = None
     cache: Path | None = None
     report: Callable[[str, int, int], None] = lambda what, done, total: None

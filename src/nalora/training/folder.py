@@ -39,8 +39,8 @@ COMPLETE = "complete"
 HELD_OUT = "-validation"
 # Settings that change nothing of what comes out: where it is kept, what is told on the way.
 INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
-# Nor does a pass's size once a run has begun, but for rounding and dropout's draws, as another number of processes;
-# before, LoRA-GA and GoRA take the gradient they start from in batches of that size.
+# Nor does a pass's size, but for rounding and dropout's draws, as another number of processes. It is part of the key of
+# a study's run all the same: the keys of runs that were made before must not change.
 _INDIFFERENT_ON_THE_WAY = (*INDIFFERENT, "micro_batch_size")
 
 

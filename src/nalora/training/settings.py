@@ -39,7 +39,7 @@ class RunSettings:
         batch_size: examples in one optimizer step, over all devices.
         micro_batch_size: examples in one forward pass on one device.
         schedule: how the learning rate falls.
-        warmup: the share of the steps in which it rises.
+        warmup: the share of the steps in which it rises, from 0 to 1; 1 is the whole run.
         weight_decay: decoupled.
         max_norm: gradients are clipped to this norm; 0 leaves them.
         optimizer: one of transformers' names, or ``muon``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,23 @@ def make_start(
 ) -> Start:
     """The start of a run on these examples."""
     split = split_batch(settings)
-    rows = min(split.micro * split.processes, len(dataset))
+    # A batch is what an optimizer step trains on, whatever passes it is split into.
+    rows = min(settings.batch_size, len(dataset))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(settings.seed)).tolist()
 
     def batches(n: int) -> Iterator[Batch]:
         """Of each batch this process takes every so many-th row, so that all of them together are one process's."""
         for i in range(n):
-            wanted = [order[(i * rows + j) % len(order)] for j in range(processes.rank(), rows, split.processes)]
-            if wanted:
-                batch = collator([dataset[index] for index in wanted])
+            own = [order[(i * rows + j) % len(order)] for j in range(processes.rank(), rows, split.processes)]
+            for first in range(0, len(own), split.micro):
+                batch = collator([dataset[index] for index in own[first : first + split.micro]])
                 yield {name: value.to(device) for name, value in batch.items()}
 
     return Start(
         seed=settings.seed,
         steps=settings.steps or split.steps(len(dataset), settings.epochs),
         batches=batches,
+        passes=math.ceil(math.ceil(rows / split.processes) / split.micro),
         folder=folder,
         cache=cache_folder() / "starts",
         report=report,

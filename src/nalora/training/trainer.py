@@ -80,6 +80,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     dtype = settings.dtype or loading.default_dtype(device)
     if settings.cuda_graphs:
         refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
+    steps = settings.steps or split.steps(len(dataset), settings.epochs)
     arguments = TrainingArguments(
         output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
         per_device_train_batch_size=split.micro,
@@ -88,7 +89,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         num_train_epochs=settings.epochs,
         max_steps=settings.steps or -1,
         lr_scheduler_type=settings.schedule,
-        warmup_steps=settings.warmup,
+        # For transformers a number below 1 is a share of the steps, and 1 is one step: here it is all of them.
+        warmup_steps=steps if settings.warmup == 1 else settings.warmup,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_norm,
         # Muon is given by itself below: no name of transformers' stands for it.
