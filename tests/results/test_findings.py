@@ -106,6 +106,21 @@ def test_kept_runs_do_not_say_where_they_were_made():
     assert [file for file in files if re.search(r"(^|[\s\"'=])/\w", file.read_text())] == []
 
 
+def test_kept_numbers_are_json_for_every_reader():
+    """Not Python's own NaN and Infinity."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    files = [file for file in STORE.rglob("*.json*") if file.suffix in (".json", ".jsonl")]
+    assert files
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        for part in text.split("\n") if file.suffix == ".jsonl" else [text]:
+            if part:
+                json.loads(part, parse_constant=refuse)
+
+
 def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered(tmp_path, monkeypatch):
     collect = script("collect")
     monkeypatch.setattr(collect, "HERE", tmp_path / "store")

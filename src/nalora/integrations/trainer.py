@@ -32,6 +32,10 @@ def attach_trainer(
     controller's metrics stand in the trainer's own logs as ``nalora/…``, its state in the trainer's checkpoints.
     Callbacks find it as ``trainer.nalora_controller``.
 
+    The trainer's own arithmetic stays as it is. Of an encoder-decoder such as T5 that includes a loss that transformers
+    multiplies by the passes of a step and by processes; ``accepts_loss_kwargs = False`` on the base model, before the trainer
+    is built, makes it a mean (docs/behaviour.md).
+
     Args:
         trainer: a `transformers.Trainer` or any subclass, its model wrapped by PEFT.
         config: the settings; the paper's by default.
