@@ -33,8 +33,8 @@ def attach_trainer(
     Callbacks find it as ``trainer.nalora_controller``.
 
     The trainer's own arithmetic stays as it is. Of an encoder-decoder such as T5 that includes a loss that transformers
-    multiplies by the passes of a step and by processes; ``accepts_loss_kwargs = False`` on the base model, before the trainer
-    is built, makes it a mean (docs/behaviour.md).
+    multiplies by the passes of a step and by processes; ``accepts_loss_kwargs = False`` on the base model, before the
+    trainer is built, makes it a mean (docs/behaviour.md).
 
     Args:
         trainer: a `transformers.Trainer` or any subclass, its model wrapped by PEFT.

@@ -89,7 +89,7 @@ class LoRAScaled(LoRA):
         file = Path(self.like) / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
         names = {f"{each}_scale": f"nalora/scale_{each}" for each in _PROJECTIONS} | {"mask_mean": "nalora/mask_mean"}
-        logged = [row for row in rows if all(theirs in row for theirs in names.values())]
+        logged = [row for row in rows if all(isinstance(row.get(theirs), int | float) for theirs in names.values())]
         if not logged:
             raise NALoRAError(
                 f"like: {self.like}",

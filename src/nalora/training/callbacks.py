@@ -47,8 +47,8 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         steps: int = trainer.state.global_step - self.first_step
         # The trainer has added what this process alone has summed since the last row.
         own = trainer._tr_loss.detach()
-        of_all = processes.add_up(own.clone()).item() / processes.count()
-        return (float(trainer._total_loss_scalar) - own.item() + of_all) / max(steps, 1)
+        of_all = float(processes.add_up(own.clone())) / processes.count()
+        return (float(trainer._total_loss_scalar) - float(own) + of_all) / max(steps, 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go on with the sums of the checkpoint that is resumed from."""

@@ -137,7 +137,7 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
             return
         host = torch.empty(2, dtype=torch.long, pin_memory=True)
         host.copy_(row, non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         self._on_its_way = (host, arrived)
 
