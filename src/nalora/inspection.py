@@ -18,6 +18,7 @@ from nalora.blocks import find_blocks
 from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
 from nalora.models import loading, smollm2
+from nalora.models.dequantised import gguf_config
 from nalora.plan import Plan, make_plan
 from nalora.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
 
@@ -46,7 +47,7 @@ def inspect_model(
     """Build `model` on the meta device, wrap it with LoRA, and plan.
 
     Args:
-        model: a transformers folder, a config.json, a PEFT adapter folder, a hub id, or ``smollm2-135m``.
+        model: a transformers folder, a config.json, a GGUF file, a PEFT adapter folder, a hub id, or ``smollm2-135m``.
         config: the settings of NA-LoRA; the paper's by default.
         rank: r of the adapter; 8 by default. An adapter folder brings its own.
         target_modules: the layers to adapt, by the end of their name; every linear layer by default.
@@ -136,11 +137,10 @@ def _build(model: str) -> nn.Module:
 
 
 def _read_config(model: str) -> Any:
-    if model in loading.NAMED:
-        # The GGUF file's head says it all: no dense weights are made for this.
-        gguf = smollm2.find_gguf()
-        return transformers.AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     path = Path(model).expanduser()
+    if model in loading.NAMED or path.suffix == ".gguf":
+        # A GGUF file's header holds the config: no dense weights are made for this.
+        return gguf_config(smollm2.find_gguf() if model in loading.NAMED else path)
     hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
     if not path.exists() and not hub:
         raise _no_model(model, "no such file or folder")
@@ -162,7 +162,7 @@ def _no_model(model: str, found: str, fix: str = _CHECK) -> NALoRAError:
     return NALoRAError(
         model,
         found=found,
-        expected="the folder of a transformers model, its config.json, a PEFT adapter folder, or a hub id",
+        expected="the folder of a transformers model, its config.json, a GGUF file, a PEFT adapter folder, or a hub id",
         fix=fix,
     )
 

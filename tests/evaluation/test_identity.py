@@ -133,27 +133,3 @@ def test_pictures_of_other_content_under_the_same_names_are_other_questions(tmp_
         return identity.digest_of_examples(task, task.test_examples())
 
     assert digest(tmp_path / "a", 3) == digest(tmp_path / "b", 3) != digest(tmp_path / "b", 200)
-
-
-def test_a_file_is_read_once_for_as_long_as_it_stays(tmp_path, monkeypatch):
-    file = tmp_path / "weights"
-    file.write_bytes(b"one")
-    monkeypatch.setattr(identity, "_TICK", -1)
-    first = identity.digest_of_file(file)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", lambda *_: pytest.fail("read again"))
-        assert identity.digest_of_file(file) == first
-    file.write_bytes(b"three")
-    assert identity.digest_of_file(file) != first
-
-
-def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(tmp_path, monkeypatch):
-    file = tmp_path / "weights"
-    file.write_bytes(b"one")
-    same = file.stat()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "stat", lambda *_, **__: same)
-        first = identity.digest_of_file(file)
-        file.write_bytes(b"two")
-        second = identity.digest_of_file(file)
-    assert second != first

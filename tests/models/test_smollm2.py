@@ -11,6 +11,7 @@ import torch
 
 from nalora import NALoRAError
 from nalora.models import smollm2
+from nalora.models.file_digest import digest_of_file
 
 
 @pytest.fixture(scope="module")
@@ -42,53 +43,6 @@ def test_without_the_package_that_reads_it_the_command_that_helps_is_named(monke
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def made(monkeypatch, tmp_path):
-    """The cache in a fresh folder; a list of the folders the slow step was asked to fill."""
-    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
-    asked = []
-
-    def quick(gguf, folder):
-        asked.append(folder)
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr(smollm2, "_dequantise", quick)
-    return asked
-
-
-def test_it_is_dequantised_once(made, tmp_path):
-    first, second = (smollm2._dequantised(tmp_path / "model.gguf") for _ in range(2))
-    assert first == second == tmp_path / "cache" / "model-dequantised"
-    assert len(made) == 1
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["model-dequantised"]
-
-
-def test_an_interrupted_first_time_leaves_nothing(made, monkeypatch, tmp_path):
-    def interrupted(gguf, folder):
-        (folder / "model.safetensors").write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(smollm2, "_dequantise", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        smollm2._dequantised(tmp_path / "model.gguf")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_of_two_at_once_one_copy_stays(made, monkeypatch, tmp_path):
-    quick = smollm2._dequantise
-
-    def overtaken(gguf, folder):
-        monkeypatch.setattr(smollm2, "_dequantise", quick)
-        smollm2._dequantised(gguf)
-        quick(gguf, folder)
-
-    monkeypatch.setattr(smollm2, "_dequantise", overtaken)
-    folder = smollm2._dequantised(tmp_path / "model.gguf")
-    assert len(made) == 2
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == [folder.name]
-    assert (folder / "config.json").is_file()
-
-
 @pytest.mark.slow
 def test_it_is_a_plain_dense_llama(loaded):
     model, _ = loaded
@@ -109,6 +63,13 @@ def test_the_weights_are_those_of_the_file(loaded):
         tensor = tensors[f"blk.7.{theirs}.weight"]
         expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
         torch.testing.assert_close(getattr(model.model.layers[7].mlp, ours).weight.data, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_its_files_are_those_that_the_kept_results_were_measured_with(loaded):
+    folder = smollm2.dense_folder()
+    digests = {name: digest_of_file(folder / name)[:16] for name in ("model.safetensors", "tokenizer.json")}
+    assert digests == {"model.safetensors": "a672150fb4f99d7c", "tokenizer.json": "bf346d64f6f0fbce"}
 
 
 @pytest.mark.slow

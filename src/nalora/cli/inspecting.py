@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="A transformers folder, a config.json, a PEFT adapter folder, a hub id, or smollm2-135m."),
+        typer.Argument(
+            help="A transformers folder, a config.json, a GGUF file, a PEFT adapter folder, a hub id, or smollm2-135m."
+        ),
     ],
     rank: Annotated[int | None, typer.Option(min=1, help="LoRA rank r.", show_default="8")] = None,
     target_modules: Annotated[

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nalora.models.file_digest import digest_of_file
 from nalora.models.loading import Loaded, local_source
 from nalora.tasks import Example, Task
 from nalora.tasks.images import ImageTask
 
 # What a model or an adapter is made of besides its weights: its shape, its tokenizer, its template, its own code.
 _PARTS_OF_A_MODEL = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"})
-_CHUNK = 1 << 20
-# A file as new as this can change once more without a trace: clocks of file systems tick in up to 2 s (FAT).
-_TICK = 2_000_000_000
-_digests: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def identity(
@@ -70,22 +65,6 @@ def digest_of_examples(task: Task, examples: Sequence[Example]) -> str:
         files = [each.image for each in task.images_of(examples)] if task.data_dir is not None else []
         asked += [task.prompts(), [digest_of_file(file) for file in files]]
     return _digest(asked)
-
-
-def digest_of_file(path: Path) -> str:
-    """By content, which is read once in this process for as long as the file stays as it is."""
-    found = os.stat(path)
-    state = (str(path.resolve()), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    if state in _digests:
-        return _digests[state]
-    settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    if settled:
-        _digests[state] = digest.hexdigest()
-    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:

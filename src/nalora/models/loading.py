@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from nalora.errors import NALoRAError
-from nalora.models import smollm2
+from nalora.models import dequantised, smollm2
+from nalora.models.kinds import refuse_unless_it_writes
 
 Kind = Literal["causal", "seq2seq", "clip"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,6 +68,8 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     Raises:
         NALoRAError: it or its device is not there, its files are of another kind, or nothing here quantises it.
     """
+    from transformers import AutoConfig
+
     device = usable_device(spec.device)
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or default_dtype(device))}
     if spec.attention:
@@ -74,12 +78,11 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["quantization_config"] = _quantisation(spec)
         options["device_map"] = {"": device}
     source, extra = _source(spec)
-    if "gguf_file" in extra:
-        options |= smollm2.dequantising()
     try:
+        refuse_unless_it_writes(spec.name, spec.kind, AutoConfig.from_pretrained(source, **extra))
         model = _auto_class(spec.kind).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _not_loaded(spec, error) from error
     if not spec.quantise:
         model = model.to(device)
@@ -123,14 +126,28 @@ def default_dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
 
 
+def config_of(spec: ModelSpec) -> Any:
+    """The model's configuration, before its weights are loaded; None where it cannot be read: `load` says why.
+
+    Raises:
+        NALoRAError: the model is not there, or holds no model.
+    """
+    from transformers import AutoConfig
+
+    source, extra = _source(spec)
+    try:
+        return AutoConfig.from_pretrained(source, **extra)
+    except (OSError, ValueError):
+        return None
+
+
 def local_source(spec: ModelSpec) -> Path | None:
-    """The folder or the GGUF file that the model is read from; None where that is the hub.
+    """The folder that the model is read from, a GGUF file's dense copy included; None where that is the hub.
 
     Raises:
         NALoRAError: it is not there, or holds no model.
     """
-    source, extra = _source(spec)
-    path = Path(source) / extra.get("gguf_file", "")
+    path = Path(_source(spec)[0])
     return path if path.exists() else None
 
 
@@ -141,14 +158,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         return str(smollm2.dense_folder()), extra
     path = Path(spec.name).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise NALoRAError(
-                spec.name,
-                found="no such file",
-                expected="a GGUF file",
-                fix="check the path, or give a folder or hub id",
-            )
-        return str(path.parent), {**extra, "gguf_file": path.name}
+        return str(dequantised.dense_folder(path)), extra
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NALoRAError(

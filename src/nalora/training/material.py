@@ -26,11 +26,8 @@ def kind_of(task: Task, settings: RunSettings) -> str:
     """Which kind of model the task gets: for a task that several kinds can do, the one this model is."""
     if len(task.models) == 1 or settings.model in loading.NAMED:
         return "causal" if settings.model in loading.NAMED and "causal" in task.models else task.models[0]
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError):  # loading says what is wrong, with the fix
+    config = loading.config_of(settings.model_spec(task.models[0]))
+    if config is None:  # loading says what is wrong, with the fix
         return task.models[0]
     wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
     return wanted if wanted in task.models else task.models[0]

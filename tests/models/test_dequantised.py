@@ -1,0 +1,215 @@
+"""GGUF files: treated as their header says, dequantised once by content, and loadable by everybody afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import gguf
+import peft
+import pytest
+import torch
+import transformers
+from gguf_files import SPECIAL, write_llama
+
+import nalora
+from nalora.inspection import inspect_model
+from nalora.models import dequantised
+from nalora.models.dequantised import dense_folder
+from nalora.models.loading import ModelSpec, load, local_source
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("gguf") / "model.gguf", add_bos=True, quantised=True)
+
+
+BOS, EOS, EOT = (SPECIAL.index(name) for name in ("<s>", "</s>", "<eot>"))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("bos", [True, False, None])
+@pytest.mark.parametrize("eos", [True, False, None])
+def test_bos_and_eos_are_added_where_the_header_says_so(tmp_path, model, bos, eos):
+    path = write_llama(tmp_path / "a.gguf", model=model, add_bos=bos, add_eos=eos)
+    tokenizer = load(ModelSpec(str(path), device="cpu")).processor
+    ids, plain = tokenizer("ab a").input_ids, tokenizer("ab a", add_special_tokens=False).input_ids
+    added = ((bos is None and model == "llama") or bos) is True, eos is True
+    assert ids == [BOS] * added[0] + plain + [EOS] * added[1]
+    assert plain and not {BOS, EOS} & {*plain}
+
+
+def test_special_tokens_template_and_ends_are_the_header_s(file):
+    loaded = load(ModelSpec(str(file), device="cpu"))
+    tokenizer = loaded.processor
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (BOS, EOS, 0)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ab"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<s>user: ab<eot>assistant: "
+    assert loaded.model.generation_config.eos_token_id == [EOS, EOT]
+
+
+def test_the_weights_are_the_file_s(file):
+    model = load(ModelSpec(str(file), device="cpu")).model
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for theirs, ours in (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj")):
+        tensor = tensors[f"blk.1.{theirs}.weight"]
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(getattr(model.model.layers[1].mlp, ours).weight.data, expected)
+
+
+def test_it_is_dequantised_once_for_each_content(file, tmp_path, monkeypatch, capsys):
+    made = []
+    whole = dequantised._dequantise
+    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    first = dense_folder(file)
+    assert capsys.readouterr().err.count("dequantising model.gguf once") == 1
+    assert dense_folder(file) == first == local_source(ModelSpec(str(file)))
+    assert capsys.readouterr().err == ""
+    # A copy of the file under its name elsewhere is the same content; another content under the same name is not.
+    (tmp_path / "other").mkdir()
+    copy = shutil.copy(file, tmp_path / "other")
+    assert dense_folder(type(file)(copy)) == first
+    assert len(made) == 1
+    other = write_llama(tmp_path / "model.gguf", seed=1)
+    assert dense_folder(other) != first
+    assert len(made) == 2
+
+
+def test_a_damaged_copy_is_made_again_and_foreign_files_stay(file):
+    folder = dense_folder(file)
+    before = {each.name: each.read_bytes() for each in folder.iterdir()}
+    content = bytearray(before["model.safetensors"])
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "notes.md").write_text("mine")
+    assert dense_folder(file) == folder
+    after = {each.name: each.read_bytes() for each in folder.iterdir()}
+    manifest = dequantised._MANIFEST
+    assert {**after, manifest: b""} == {**before, manifest: b"", "notes.md": b"mine"}
+
+
+def test_a_cache_that_was_copied_is_still_whole(file, monkeypatch):
+    folder = dense_folder(file)
+    for each in folder.iterdir():
+        os.utime(each, (1, 1))
+    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: pytest.fail("made again"))
+    assert dense_folder(file) == folder
+
+
+def test_a_folder_of_others_in_its_place_is_refused(file):
+    folder = dequantised.place_of(file)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("mine")
+    with pytest.raises(nalora.NALoRAError, match="move that folder elsewhere"):
+        dense_folder(file)
+    assert [each.name for each in folder.iterdir()] == ["config.json"]
+
+
+def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monkeypatch):
+    def interrupted(gguf, header, folder):
+        (folder / "model.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(dequantised, "_dequantise", interrupted)
+        dense_folder(file)
+    assert [each.name for each in cache.iterdir() if each.is_dir()] == []
+    # A kill leaves its half; whoever comes next clears it away.
+    left = cache / f"{dequantised._prefix(dequantised.place_of(file))}killed"
+    left.mkdir()
+    assert dense_folder(file).is_dir()
+    assert not left.exists()
+
+
+def test_several_at_once_make_it_once(file, cache, monkeypatch):
+    made = []
+    whole = dequantised._dequantise
+    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    with ThreadPoolExecutor(4) as threads:
+        folders = set(threads.map(dense_folder, [file] * 4))
+    assert (folders, len(made)) == ({dequantised.place_of(file)}, 1)
+    assert [each.name for each in cache.iterdir() if each.is_dir()] == [folders.pop().name]
+
+
+@pytest.mark.slow
+def test_several_processes_make_it_once(file, cache):
+    code = (
+        "import sys, pathlib; from nalora.models import dequantised as d; whole = d._dequantise\n"
+        "d._dequantise = lambda *given: (print('made', flush=True), whole(*given))\n"
+        "print(d.dense_folder(pathlib.Path(sys.argv[1])), flush=True)"
+    )
+    jobs = [subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    lines = [line for job in jobs for line in job.communicate(timeout=120)[0].splitlines()]
+    assert [job.returncode for job in jobs] == [0, 0, 0]
+    assert sorted(lines) == sorted(["made", *[str(dequantised.place_of(file))] * 3])
+
+
+def test_without_room_or_package_nothing_is_made(file, cache, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(nalora.NALoRAError, match="GB free"):
+        patched.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+        dense_folder(file)
+    with monkeypatch.context() as patched, pytest.raises(nalora.NALoRAError, match="pip install gguf"):
+        patched.setattr(dequantised.importlib.util, "find_spec", lambda name: None)
+        dense_folder(file)
+    assert not [each for each in cache.iterdir() if each.is_dir()]
+
+
+def test_a_truncated_file_is_one_sentence(file, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-2_000])
+    for use in (lambda: load(ModelSpec(str(cut), device="cpu")), lambda: inspect_model(str(cut))):
+        with pytest.raises(nalora.NALoRAError, match=r"truncated GGUF file .* fetch the file again") as raised:
+            use()
+        assert "\n" not in str(raised.value)
+
+
+def test_an_architecture_that_transformers_cannot_read_is_one_sentence(tmp_path):
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "nobodys")
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
+        write()
+    writer.close()
+    for use in (lambda path: load(ModelSpec(path, device="cpu")), inspect_model):
+        with pytest.raises(nalora.NALoRAError, match="architecture 'nobodys' that cannot be read"):
+            use(str(tmp_path / "a.gguf"))
+
+
+def test_inspecting_reads_the_header_alone(file, cache):
+    seen = inspect_model(str(file))
+    assert (seen.architecture, len(seen.plan.blocks)) == ("LlamaForCausalLM", 2)
+    assert not cache.exists()
+    dense_folder(file)
+    assert inspect_model(str(file)).trainable == seen.trainable
+
+
+def test_quantising_acts_on_a_gguf_file_too(file):
+    pytest.importorskip("bitsandbytes")
+    model = load(ModelSpec(str(file), device="cpu", quantise="4bit")).model
+    assert type(model.model.layers[0].mlp.gate_proj).__name__ == "Linear4bit"
+
+
+def test_a_trained_adapter_names_a_base_that_loads(file, tmp_path):
+    from nalora.training.run import train
+    from nalora.training.settings import check
+
+    run = {"model": str(file), "task": "gym/chain_sum", "train_size": 8, "test_size": 4, "steps": 1, "batch_size": 2,
+           "output": str(tmp_path / "run"), "device": "cpu"}  # fmt: skip
+    train(check(run))
+    adapter = tmp_path / "run" / "adapter"
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter))
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(base)("ab").input_ids])
+    assert ids[0, 0] == BOS
+    assert torch.isfinite(adapted(ids).logits).all()
