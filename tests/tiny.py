@@ -139,8 +139,9 @@ def saved_bart(folder) -> str:
 
 
 def saved_sst2(folder) -> str:
-    """A folder with SST-2's files, of four sentences."""
-    lines = [f"{word} film\t{label}" for word, label in (("good", 1), ("bad", 0), ("fine", 1), ("dull", 0))]
+    """A folder with SST-2's files, of four sentences each."""
+    words = {"train": ("good", "bad", "fine", "dull"), "dev": ("nice", "sad", "keen", "lame")}
     for split in ("train", "dev"):
+        lines = [f"{word} film\t{1 - index % 2}" for index, word in enumerate(words[split])]
         (folder / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     return str(folder)

@@ -48,11 +48,12 @@ def test_a_tokenizer_that_closes_every_text_does_not_close_a_prompt():
 def test_chat_style_asks_inside_the_template():
     chat = tiny.tokenizer()
     chat.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[go]{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     encoder = Encoder(chat, style="chat")
-    assert chat.decode(encoder.prompt(["hi"])) == "[user]hi[go]"
-    assert chat.decode(encoder.prompt(["hi", "yes", "more"])) == "[user]hi[assistant]yes[user]more[go]"
+    assert chat.decode(encoder.prompt(["hi"])) == "[user]hi[assistant]"
+    assert chat.decode(encoder.prompt(["hi", "yes", "more"])) == "[user]hi[assistant]yes[user]more[assistant]"
     with pytest.raises(nalora.NALoRAError, match="without a chat template"):
         Encoder(TOKENIZER, style="chat")
 

@@ -185,7 +185,7 @@ def test_examples_that_the_test_set_asks_are_counted(settings, capsys):
     removed = result["dropped_also_asked"]
     assert removed > 0
     assert result["examples"] == settings["train_size"] - removed
-    assert f"also asked in the test set: {removed} examples left out" in capsys.readouterr().out
+    assert f"also in the test set: {removed} examples left out" in capsys.readouterr().out
     assert json.loads(RunFolder(settings["output"]).result.read_text())["dropped_also_asked"] == removed
 
 

@@ -16,6 +16,7 @@ from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
 from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded
+from nalora.models.positions import position_limit, refuse_longer
 from nalora.progress import Report
 from nalora.tasks import Example, Scores, Task
 from nalora.tasks.images import ImageTask
@@ -62,6 +63,7 @@ def evaluate(
             expected="at least one",
             fix="raise limit" if questions else "check the task's files; validation needs a run with validation_size",
         )
+    _refuse_too_long(loaded, task, examples, style)
     counts = {"examples": len(examples), "questions": len(questions)}
     summary: dict[str, Any] = {"task": task.name, **counts, "measures": {}, "chance": {}}
     if writing:
@@ -79,6 +81,16 @@ def evaluate(
     folder.mkdir(parents=True, exist_ok=True)  # nothing was kept there of questions without right answers
     _keep(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
+
+
+def _refuse_too_long(loaded: Loaded, task: Task, examples: Sequence[Example], style: str) -> None:
+    """Refuse what the model has no positions for, before hours of writing."""
+    if isinstance(task, ImageTask) or position_limit(loaded.model) is None:
+        return
+    encoder = Encoder(loaded.processor, loaded.spec.kind, style)
+    rows = [encoder.row(each) if each.target else {"": encoder.prompt([encoder.question(each)])} for each in examples]
+    longest = max(len(ids) for row in rows for ids in row.values())
+    refuse_longer(loaded.model, longest, f"task {task.name!r}", "use a model with more than {limit} positions")
 
 
 def _keep(path: Path, summary: dict[str, Any]) -> None:

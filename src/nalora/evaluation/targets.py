@@ -103,13 +103,13 @@ def _evaluate_run(
     place = (output or finished.folder.evaluations) / name
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
-    if own and request.options:
+    if own and (request.options or request.data_dir):
         task.refuse_what_was_learnt(tasks.get(name, data_dir=settings.data_dir, **run.task_options))
     spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
     if request.split == "validation":
         place = place.parent / f"{place.name}{HELD_OUT}"
-        examples: Sequence[Example] = hold_out(task.train_examples(), settings.validation_size)[1]
+        examples: Sequence[Example] = hold_out(task.training_set(), settings.validation_size)[1]
     else:
         examples = task.test_examples()
     base = as_asked(loading.load(spec), task)

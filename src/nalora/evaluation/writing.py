@@ -16,6 +16,7 @@ from torch import nn
 from nalora.evaluation.batches import of_like_length
 from nalora.evaluation.static_writing import write_greedily
 from nalora.models.attention import is_plain_decoder
+from nalora.models.positions import position_limit, refuse_longer
 from nalora.tasks import Example
 from nalora.training.data import Encoder
 
@@ -53,26 +54,30 @@ class Writer:
         batch_tokens: int = 32_768,
     ) -> None:
         self.model: Any = model
-        self.encoder, self.max_new_tokens, self.stop, self.batch_tokens = encoder, max_new_tokens, stop, batch_tokens
+        self.encoder, self.max_new_tokens, self.batch_tokens = encoder, max_new_tokens, batch_tokens
+        self.stop = (*stop, *encoder.end_texts)
+        self.limit = position_limit(model)
         self.device = next(model.parameters()).device
         # On a CPU a cache of fixed size only costs: every step reads all of it.
         self.static = self.device.type == "cuda" and encoder.kind == "causal" and is_plain_decoder(model)
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Examples of like length together; the same batches for the same examples."""
-        lengths = [len(self.encoder.prompt([each.prompt])) + self.max_new_tokens for each in examples]
+        prompts = [len(self.encoder.prompt([self.encoder.question(each)])) for each in examples]
+        self._refuse_longer(max(prompts, default=0))
+        lengths = [prompt + self.max_new_tokens for prompt in prompts]
         return [[examples[i] for i in batch] for batch in of_like_length(lengths, self.batch_tokens)]
 
     def answer(self, batch: Sequence[Example]) -> list[Answer]:
         """The answers to one batch."""
-        conversations = [[each.prompt] for each in batch]
+        conversations = [[self.encoder.question(each)] for each in batch]
         outputs: list[list[str]] = [[] for _ in batch]
         tokens, finished = [0] * len(batch), [True] * len(batch)
         for turn in range(1 + max(len(each.follow_ups) for each in batch)):
             asked = [i for i, each in enumerate(batch) if turn <= len(each.follow_ups)]
             if turn:
                 for i in asked:
-                    conversations[i] += [outputs[i][-1], batch[i].follow_ups[turn - 1]]
+                    conversations[i] += [outputs[i][-1], self.encoder.follow_up(batch[i], turn - 1)]
             texts = self._generate([self.encoder.prompt(conversations[i]) for i in asked])
             for i, (text, count, ended) in zip(asked, texts, strict=True):
                 outputs[i].append(text)
@@ -85,6 +90,7 @@ class Writer:
         """(text, tokens written, whether it came to an end) of each prompt."""
         tokenizer = self.encoder.tokenizer
         longest = max(map(len, prompts))
+        self._refuse_longer(longest)
         ids = [self._padded(prompt, tokenizer.pad_token_id, longest) for prompt in prompts]
         mask = [self._padded([1] * len(prompt), 0, longest) for prompt in prompts]
         if self.static:
@@ -92,7 +98,7 @@ class Writer:
                 self.model,
                 torch.tensor(ids, device=self.device),
                 torch.tensor(mask, device=self.device),
-                max_new_tokens=self.max_new_tokens,
+                max_new_tokens=self._room(longest),
                 ends=self._ends(),
                 pad=tokenizer.pad_token_id,
                 stops=self._stops,
@@ -102,7 +108,7 @@ class Writer:
         written = self.model.generate(
             input_ids=torch.tensor(ids, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self._room(longest),
             do_sample=False,
             num_beams=1,
             temperature=None,
@@ -115,6 +121,19 @@ class Writer:
         if self.encoder.kind == "causal":
             written = written[:, longest:]
         return [self._read(row) for row in written.tolist()]
+
+    def _room(self, longest: int) -> int:
+        """Tokens that may be written after a prompt of this length: fewer where the model's positions end."""
+        if self.limit is None:
+            return self.max_new_tokens
+        # A decoder goes on behind its prompt; the one beside an encoder behind its start token.
+        return min(self.max_new_tokens, self.limit - (longest if self.encoder.kind == "causal" else 1))
+
+    def _refuse_longer(self, longest: int) -> None:
+        room = 1 if self.encoder.kind == "causal" else 0
+        refuse_longer(
+            self.model, longest + room, "the longest question", "use a model with more than {limit} positions"
+        )
 
     def _padded(self, row: list[int], value: int, length: int) -> list[int]:
         pads = [value] * (length - len(row))
@@ -133,10 +152,10 @@ class Writer:
         return text
 
     def _ends(self) -> list[int]:
-        """The tokens that end an answer: the tokenizer's, and those the model was released with."""
+        """The tokens that end an answer: the encoder's, and those the model was released with."""
         own = getattr(self.model.generation_config, "eos_token_id", None)
         own = own if isinstance(own, list) else [own]
-        return list(dict.fromkeys(e for e in (self.encoder.tokenizer.eos_token_id, *own) if e is not None))
+        return list(dict.fromkeys(e for e in (*self.encoder.end_tokens, *own) if e is not None))
 
     def _read(self, row: list[int]) -> tuple[str, int, bool]:
         """(text, tokens, whether it came to an end) of what one row holds, up to its first end or stopping text."""

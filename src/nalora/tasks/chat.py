@@ -62,7 +62,7 @@ class MTBench(Task):
                 break
             instruction, output = (text(row, name, f"{where}, row {number}") for name in ("instruction", "output"))
             if not any(word in output.lower() for word in _REFUSALS):
-                examples.append(Example(f"wizardlm/{number}", alpaca(instruction), output))
+                examples.append(Example(f"wizardlm/{number}", alpaca(instruction), output, question=instruction))
         return examples
 
     def test_examples(self) -> Sequence[Example]:
@@ -73,6 +73,8 @@ class MTBench(Task):
                 prompt=alpaca(row["turns"][0]),
                 follow_ups=(_next_turn(row["turns"][1]),),
                 facts={"question": row["question_id"], "category": row["category"], "turns": tuple(row["turns"])},
+                question=row["turns"][0],
+                further_questions=(row["turns"][1],),
             )
             for row in self._questions
         ]

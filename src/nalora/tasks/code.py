@@ -13,6 +13,7 @@ from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
+from nalora.tasks.overlap import question_key
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
 from nalora.tasks.prompts import alpaca
 from nalora.tasks.sources import Rows, field, find_file, hub_rows, jsonl_rows, text, texts
@@ -22,6 +23,7 @@ _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
 _HUMANEVAL_FILES = ("humaneval/HumanEval.jsonl", "HumanEval.jsonl")
 _TRAIN_SETS = ("codefeedback", "mbpp")
 # The splits of MBPP are ranges of task_id; 1-10 are its authors' prompts, 511-600 their validation.
+_MBPP_REQUEST = "Answer with Python code in one ```python block. It has to pass these tests:"
 _MBPP_SPLITS = {"test": range(11, 511), "train": range(601, 975)}
 
 
@@ -79,7 +81,7 @@ class CodeTask(Task):
             query, answer = (text(row, name, where) for name in ("query", "answer"))
             target = through_first_block(answer)
             if target is not None:
-                examples.append(Example(f"codefeedback/{number}", alpaca(query), target))
+                examples.append(Example(f"codefeedback/{number}", alpaca(query), target, question=query))
         return examples
 
     def program(self, example: Example, output: str) -> str:
@@ -122,6 +124,12 @@ class HumanEval(CodeTask):
         rows = _humaneval_rows(self.name, self.data_dir)
         return [_humaneval_example(row, f"HumanEval, row {index}") for index, row in enumerate(rows)]
 
+    def keys_of_question(self, example: Example) -> tuple[str, ...]:
+        """The instruction, and the problem alone: other sets repeat it without our instruction, or in a block."""
+        problem = example.facts["prompt"]
+        forms = (problem, f"```python\n{problem}\n```")
+        return (*super().keys_of_question(example), *map(question_key, forms))
+
     def program(self, example: Example, output: str) -> str:
         """The completed function, with the imports and helpers that the problem gives."""
         return completed_function(output, example.facts["prompt"], example.facts["entries"][0])
@@ -136,6 +144,10 @@ class MBPP(CodeTask):
     def test_examples(self) -> Sequence[Example]:
         """The problems with task_id 11 to 510."""
         return [_mbpp_example(row) for row in _mbpp_rows(self.name, self.data_dir, "test")]
+
+    def key_of_training(self, example: Example) -> str:
+        """The sentence without the tests: several problems of MBPP share one, and other sets repeat it alone."""
+        return question_key((example.question or example.prompt).partition(f"\n{_MBPP_REQUEST}")[0])
 
     def program(self, example: Example, output: str) -> str:
         """The whole program."""
@@ -184,7 +196,8 @@ def _humaneval_example(row: dict[str, Any], where: str) -> Example:
         "prelude": prompt,
         "prompt": prompt,
     }
-    return Example(number, alpaca(instruction), f"```python\n{prompt}{solution}```", facts=facts)
+    target = f"```python\n{prompt}{solution}```"
+    return Example(number, alpaca(instruction), target, facts=facts, question=instruction)
 
 
 def _mbpp_rows(task: str, data_dir: str | Path | None, split: str) -> Rows:
@@ -211,11 +224,8 @@ def _mbpp_example(row: dict[str, Any]) -> Example:
         "prelude": "\n".join(imports),
         "prompt": "",
     }
-    instruction = (
-        f"{text(row, 'text', where).strip()}\nAnswer with Python code in one ```python block. "
-        f"It has to pass these tests:\n\n```python\n{assertions}\n```"
-    )
-    return Example(where, alpaca(instruction), f"```python\n{reference}\n```", facts=facts)
+    instruction = f"{text(row, 'text', where).strip()}\n{_MBPP_REQUEST}\n\n```python\n{assertions}\n```"
+    return Example(where, alpaca(instruction), f"```python\n{reference}\n```", facts=facts, question=instruction)
 
 
 def _parsed(program: str, where: str) -> ast.Module:

@@ -28,7 +28,6 @@ class _Set:
             is there, since another pair may be split elsewhere.
         header: the columns of files that do not name them.
         test_split: the hub's; its "test" has no labels.
-        repeats: whether the training file repeats questions of the test files, which are then not learnt from.
         extra: a measure besides accuracy, of the label numbered 1.
     """
 
@@ -39,7 +38,6 @@ class _Set:
     files: tuple[tuple[str, tuple[str, ...]], ...]
     header: tuple[str, ...] | None = None
     test_split: str = "validation"
-    repeats: bool = False
     extra: Literal["mcc", "f1"] | None = None
 
 
@@ -70,8 +68,6 @@ _SETS = {
             ("train.tsv", ("dev.tsv",)),
         ),
         header=("source", "label", "mark", "sentence"),
-        # 18 of its 8,551 training sentences.
-        repeats=True,
         extra="mcc",
     ),
     "qnli": _Set(
@@ -128,14 +124,12 @@ class GLUE(Task):
             NALoRAError: the data is not there, or is something else.
         """
         if self.data_dir is None:
-            examples = self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
-        else:
-            (file,) = self._files(self.data_dir, "train")
-            rows = sources.tsv_rows(file, self._set.header)
-            if self.name == "mrpc":
-                rows = _without_repeated_ids(rows)
-            examples = self._examples("train", rows, self._set.file_columns)
-        return self._not_asked(examples) if self._set.repeats else examples
+            return self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
+        (file,) = self._files(self.data_dir, "train")
+        rows = sources.tsv_rows(file, self._set.header)
+        if self.name == "mrpc":
+            rows = _without_repeated_ids(rows)
+        return self._examples("train", rows, self._set.file_columns)
 
     def test_examples(self) -> Sequence[Example]:
         """The hub's validation split, or the labelled test file of a folder, in file order.
@@ -181,16 +175,6 @@ class GLUE(Task):
             return label
         return next(word for word in self._set.labels if word != label) if scores["answered"] else None
 
-    def _not_asked(self, examples: list[Example]) -> list[Example]:
-        """What the test set does not ask too; without test files nobody knows."""
-        tests = [names[0] for _, names in self._set.files]
-        if self.data_dir is not None and not any(self._is_there(self.data_dir, name) for name in tests):
-            return examples
-        asked = {each.prompt for each in self.test_examples()}
-        kept = [each for each in examples if each.prompt not in asked]
-        self.also_asked = len(examples) - len(kept)
-        return kept
-
     def _files(self, data_dir: str | Path, split: Literal["train", "test"]) -> list[Path]:
         """The files of a split, out of the first pair that is there; where none is whole, the part that is.
 
@@ -232,11 +216,11 @@ class GLUE(Task):
             where = f"{self.name} {split}, row {index}"
             texts = {word: _column(row, columns.get(name, name), where) for word, name in self._set.texts.items()}
             label = self._label(_column(row, columns.get("label", "label"), where), where)
-            prompt = f"{self.name} " + " ".join(f"{word}: {text.strip()}" for word, text in texts.items())
-            if self.prompt == "decoder":
-                # A line break before the label is a token of its own; a space would be part of the label's.
-                prompt += "\nlabel:\n"
-            examples.append(Example(f"{self.name}-{split}-{index}", prompt, label, facts={"label": label}))
+            question = f"{self.name} " + " ".join(f"{word}: {text.strip()}" for word, text in texts.items())
+            # A line break before the label is a token of its own; a space would be part of the label's.
+            prompt = f"{question}\nlabel:\n" if self.prompt == "decoder" else question
+            facts = {"label": label}
+            examples.append(Example(f"{self.name}-{split}-{index}", prompt, label, facts=facts, question=question))
         return examples
 
     def _label(self, value: str, where: str) -> str:

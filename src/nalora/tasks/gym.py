@@ -96,6 +96,10 @@ class Gym(Task):
             drawn = {**self.settings, "size": test_size, "seed": self._starts["test"]}
             self._isolated = IsolatedScorer(self.name, self.family, drawn, unsafe=unsafe_code)
 
+    def training_set(self) -> Sequence[Example]:
+        """`train_examples`: they are drawn by text, in which case and spacing count, and leave the test set out."""
+        return self.train_examples()
+
     def train_examples(self) -> Sequence[Example]:
         """Drawn questions, without those of the test set.
 
@@ -189,11 +193,12 @@ class Gym(Task):
 
     def _example(self, side: str, index: int) -> Example:
         entry = self._entry(side, index)
-        prompt = f"{entry['question'].rstrip()}\nGive only the answer.\nAnswer:\n"
+        question = f"{entry['question'].rstrip()}\nGive only the answer."
+        prompt = f"{question}\nAnswer:\n"
         target = (entry["answer"] or "").strip()
         # Entries hold tuples, which come back from a file of JSON as lists and then score differently: so the draw.
         facts = {"side": side, "index": index}
-        return Example(f"{self.family}-{side}-{self.seed}-{index}", prompt, target, facts=facts)
+        return Example(f"{self.family}-{side}-{self.seed}-{index}", prompt, target, facts=facts, question=question)
 
     def _entry(self, side: str, index: int) -> Entry:
         if (side, index) not in self._drawn:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 from nalora.errors import NALoRAError
+from nalora.tasks.image_contents import Contents, contents_of_column, contents_of_images, not_in_test
 from nalora.tasks.task import Example, ModelKind, Scores, Task
 
 # The hub's data set and, where it has several parts, the part; all have a train and a test split.
@@ -85,10 +86,18 @@ class Pictures(Sequence[Picture]):
         ids: one for each image.
         images: PIL images or paths, in the same order.
         labels: in the same order.
+        contents: gives the images' bytes, by which copies are found; from the images themselves by default.
     """
 
-    def __init__(self, ids: Sequence[str], images: Sequence[Any], labels: Sequence[int]) -> None:
+    def __init__(
+        self,
+        ids: Sequence[str],
+        images: Sequence[Any],
+        labels: Sequence[int],
+        contents: Callable[[], Contents] | None = None,
+    ) -> None:
         self.ids, self.images, self.labels = ids, images, labels
+        self.contents = contents or functools.partial(contents_of_images, images)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -147,8 +156,23 @@ class ImageTask(Task):
         return [_PROMPTS.get(self.name, _PROMPT).format(each) for each in self.classes]
 
     def train_images(self) -> Pictures:
-        """What is learnt from, in a fixed order."""
+        """The training split as it is, in a fixed order; see `training_images`."""
         return self._data[1]
+
+    def training_images(self) -> Pictures:
+        """What is trained on: `train_images` without copies of test images, found by their bytes.
+
+        Raises:
+            NALoRAError: every training image is a test image too.
+        """
+        train = self.train_images()
+        kept = not_in_test(self.name, train.contents(), self.test_images().contents())
+        self.also_asked = kept.dropped
+        return train.at(kept.places) if kept.dropped else train
+
+    def training_set(self) -> Sequence[Example]:
+        """`training_images` without the images."""
+        return self._examples(self.training_images())
 
     def test_images(self) -> Pictures:
         """What is classified, in a fixed order; never seen in training."""
@@ -251,6 +275,7 @@ def _from_hub(task: str) -> tuple[list[str], Pictures, Pictures]:
             [f"{task}/{split}/{number}" for number in range(len(rows))],
             rows[_IMAGE_COLUMN],
             list(rows[_LABEL_COLUMN]),
+            functools.partial(contents_of_column, rows, _IMAGE_COLUMN),
         )
         for split, rows in loaded.items()
     )

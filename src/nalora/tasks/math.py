@@ -106,8 +106,8 @@ class GSM8K(Task):
         for index, row in enumerate(rows):
             answer = sources.text(row, "answer", f"{where}, row {index}")
             target = answer if self.calculator else _CALCULATOR.sub("", answer)
-            prompt = self._prompt(sources.text(row, "question", f"{where}, row {index}"))
-            examples.append(Example(f"gsm8k-{split}-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
+            question = sources.text(row, "question", f"{where}, row {index}")
+            examples.append(self._example(f"gsm8k-{split}-{index}", question, target, answer))
         return examples
 
     def _from_metamathqa(self) -> list[Example]:
@@ -125,9 +125,13 @@ class GSM8K(Task):
                 continue
             answer = sources.text(row, "response", f"{where}, row {index}")
             target = _REPEATED.split(answer)[0] if self.cut_answer else answer
-            prompt = self._prompt(sources.text(row, "query", f"{where}, row {index}"))
-            examples.append(Example(f"metamathqa-{index}", prompt, target, facts={"answer": _conclusion(answer)}))
+            question = sources.text(row, "query", f"{where}, row {index}")
+            examples.append(self._example(f"metamathqa-{index}", question, target, answer))
         return examples
+
+    def _example(self, id: str, question: str, target: str, answer: str) -> Example:
+        facts = {"answer": _conclusion(answer)}
+        return Example(id, self._prompt(question), target, facts=facts, question=question)
 
 
 # Whose settings a run may give.

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nalora.errors import NALoRAError
+from nalora.tasks.overlap import not_asked, question_key
+
 # Text tasks are written by decoders ("causal") or encoder-decoders ("seq2seq"); "clip" tasks choose a class of images.
 ModelKind = Literal["causal", "seq2seq", "clip"]
 
@@ -18,7 +21,10 @@ class Example:
         id: names it in files of outputs; stable over runs and machines.
         prompt: what the model reads, complete: templates are already filled in.
         target: what it should write, without an end-of-sequence token; empty where nobody knows.
-        follow_ups: further turns of a conversation, asked after the answers to the earlier ones.
+        follow_ups: further turns of a conversation, given after the answers to the earlier ones.
+        question: the prompt without the scaffold that plain text needs, such as ``Q: …`` and ``A: ``: the user's turn
+            in a chat template. Empty where the prompt has no scaffold.
+        further_questions: the follow-ups without their scaffold, likewise.
         facts: what scoring needs besides: the number, the unit tests, the label.
     """
 
@@ -27,6 +33,8 @@ class Example:
     target: str = ""
     follow_ups: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    question: str = ""
+    further_questions: tuple[str, ...] = ()
 
 
 # One example's marks by the name of the measure, each from 0 to 1 unless the measure says otherwise.
@@ -48,18 +56,46 @@ class Task:
     max_new_tokens: int = 256
     # Writing stops where one of these texts appears; it is cut off.
     stop: tuple[str, ...] = ()
-    # How many examples `train_examples` left out because the test set asks them.
-    also_asked: int = 0
+    # How many examples `training_set` left out because they are test questions; None before, and where no test set is
+    # there to compare with. Then `not_compared` says why.
+    also_asked: int | None = None
+    not_compared: str | None = None
     # How many examples may be scored at the same time: more than one where scoring waits for others.
     scoring_threads: int = 1
 
     def train_examples(self) -> Sequence[Example]:
-        """What is learnt from, in a fixed order."""
+        """The training data as it is, in a fixed order; some of it may be in the test set too, see `training_set`."""
         raise NotImplementedError
 
     def test_examples(self) -> Sequence[Example]:
         """What is asked, in a fixed order; never seen in training."""
         raise NotImplementedError
+
+    def training_set(self) -> Sequence[Example]:
+        """What is trained on: `train_examples` without the questions of the test set, in their order.
+
+        Where the test set is not there, as in a folder with training files alone, nothing can be left out.
+
+        Raises:
+            NALoRAError: the training data is not there, or all of it is in the test set.
+        """
+        examples = self.train_examples()
+        try:
+            asked = {key for each in self.test_examples() for key in self.keys_of_question(each)}
+        except NALoRAError as error:
+            self.also_asked, self.not_compared = None, error.found
+            return examples
+        kept = not_asked(self.name, [self.key_of_training(each) for each in examples], asked)
+        self.also_asked, self.not_compared = kept.dropped, None
+        return [examples[place] for place in kept.places] if kept.dropped else examples
+
+    def key_of_training(self, example: Example) -> str:
+        """By what a training example is recognised as a test question."""
+        return question_key(example.question or example.prompt)
+
+    def keys_of_question(self, example: Example) -> tuple[str, ...]:
+        """The keys of training examples that would be this test question; several where it has several forms."""
+        return (self.key_of_training(example),)
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """The marks of what was written: one output, and one more for each follow-up."""
@@ -81,11 +117,27 @@ class Task:
         """
 
     def refuse_what_was_learnt(self, trained: Task) -> None:
-        """Refuse to ask a run about its own task with options under which it may have learnt what is asked.
+        """Refuse to evaluate a run on its own task with files or options that hold what it was trained on.
 
         Args:
-            trained: the task with the options that the run was trained with.
+            trained: the task with the files and options that the run was trained with.
 
         Raises:
-            NALoRAError: questions that its training did not leave out; most tasks have no options that lead to any.
+            NALoRAError: test questions that are among its training examples.
         """
+        questions = self.test_examples()
+        try:
+            left_out = {self.key_of_training(each) for each in trained.test_examples()}
+            if all(self.key_of_training(each) in left_out for each in questions):
+                return  # the run's own test set or a part of it, which its training left out
+            learnt = {trained.key_of_training(each) for each in trained.training_set()}
+        except NALoRAError:  # what it was trained on is not here any more
+            return
+        shared = sum(not learnt.isdisjoint(self.keys_of_question(each)) for each in questions)
+        if shared:
+            raise NALoRAError(
+                self.name,
+                found=f"{shared:,} of {len(questions):,} test questions among the run's training examples",
+                expected="only questions that it was not trained on",
+                fix="leave the options and data_dir out, or train a run with the same",
+            )

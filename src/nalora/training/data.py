@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from nalora.errors import NALoRAError
 from nalora.tasks import Example
+from nalora.training.chat_template import ChatTemplate
 
 IGNORED = -100
 Row = dict[str, list[int]]
@@ -21,13 +23,18 @@ Row = dict[str, list[int]]
 class Encoder:
     """Turns examples into tokens.
 
-    Prompt and target are tokenised apart and joined, so that no token holds a piece of both: a prompt's tokens are
-    never trained on, and generation starts from exactly the tokens that training saw.
+    In plain style prompt and target are tokenised apart and joined, so that no token holds a piece of both: a prompt's
+    tokens are never trained on, and generation starts from exactly the tokens that training saw. In chat style a
+    decoder's row is what the tokenizer's `apply_chat_template` gives for the question and its answer, token for token:
+    the prompt is masked, the answer and the template's end of turn are trained on.
 
     Args:
         tokenizer: the model's.
         kind: ``causal`` or ``seq2seq``.
-        style: ``chat`` puts the prompt into the tokenizer's chat template.
+        style: ``chat`` puts the question into the tokenizer's chat template, without the scaffold of plain prompts.
+
+    Raises:
+        NALoRAError: chat style with a tokenizer that has no usable chat template.
     """
 
     tokenizer: Any
@@ -35,21 +42,36 @@ class Encoder:
     style: str = "plain"
 
     def __post_init__(self) -> None:
-        if self.style == "chat" and not getattr(self.tokenizer, "chat_template", None):
-            raise NALoRAError(
-                "prompt_style: chat",
-                found="a tokenizer without a chat template",
-                expected="an instruction-tuned model",
-                fix="set prompt_style: plain",
-            )
+        _ = self._chat  # a template that cannot be used is refused here, before anything is written or trained
+
+    @functools.cached_property
+    def _chat(self) -> ChatTemplate | None:
+        return ChatTemplate(self.tokenizer) if self.style == "chat" else None
+
+    def question(self, example: Example) -> str:
+        """The user's first turn: in chat style without the scaffold that plain text needs."""
+        return example.question or example.prompt if self._chat else example.prompt
+
+    def follow_up(self, example: Example, number: int) -> str:
+        """The user's turn after the answer of that number, counted from 0."""
+        bare = example.further_questions[number : number + 1] if self._chat else ()
+        return bare[0] if bare else example.follow_ups[number]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end an answer: the tokenizer's end of the sequence and the chat template's end of turn."""
+        ends = [self.tokenizer.eos_token_id, *(self._chat.end_tokens if self._chat else [])]
+        return [each for each in dict.fromkeys(ends) if each is not None]
+
+    @property
+    def end_texts(self) -> list[str]:
+        """The text that ends an answer where a chat template ends turns without a special token."""
+        return self._chat.end_texts if self._chat else []
 
     def prompt(self, turns: Sequence[str]) -> list[int]:
         """The tokens a model reads before it writes: a user's turn, or a conversation that ends with one."""
-        if self.style == "chat":
-            roles = ("user", "assistant")
-            messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        if self._chat:
+            return self._chat.prompt(turns)
         ids = list(self.tokenizer("".join(turns)).input_ids)
         # Some tokenizers close every text: a decoder must not read that before it writes.
         if self.kind == "causal" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
@@ -62,7 +84,10 @@ class Encoder:
 
     def row(self, example: Example) -> Row:
         """A training row: input tokens and, at targets alone, labels."""
-        prompt, target = self.prompt([example.prompt]), self.target(example.target)
+        if self._chat and self.kind == "causal":
+            ids, before = self._chat.row(self.question(example), example.target)
+            return {"input_ids": ids, "labels": [IGNORED] * before + ids[before:]}
+        prompt, target = self.prompt([self.question(example)]), self.target(example.target)
         if self.kind == "seq2seq":
             return {"input_ids": prompt, "labels": target}
         return {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
@@ -70,12 +95,16 @@ class Encoder:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """What is trained on, and what had to give way: `examples` are learnt from, `dropped` ones are not among them."""
+    """What is trained on, and what had to give way: `examples` are trained on, `dropped` ones are not among them.
+
+    `longest` is the number of tokens of the longest example, on its longer side for an encoder-decoder.
+    """
 
     rows: list[Row]
     examples: int
     dropped: int
     cut: int
+    longest: int = 0
 
     @property
     def target_tokens(self) -> int:
@@ -120,7 +149,8 @@ def encode(
             expected="examples that fit",
             fix="raise max_length",
         )
-    return TrainingRows(pack(rows, max_length) if packing else rows, len(rows), dropped, cut)
+    longest = max(len(ids) for row in rows for ids in row.values())
+    return TrainingRows(pack(rows, max_length) if packing else rows, len(rows), dropped, cut, longest)
 
 
 def _cut(row: Row, length: int, encoder: Encoder) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
+from nalora.models.positions import refuse_longer, trained_positions
 from nalora.tasks import Task
 from nalora.tasks.images import ImageTask
 from nalora.tasks.validation import hold_out, split_places
@@ -68,14 +70,19 @@ class RowDataset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Material:
-    """What a run trains, and on what; `rows` and `also_asked` say what was left out, for text."""
+    """What a run trains, and on what.
+
+    `rows` says which texts were left out for their length, `also_asked` how many examples for being test questions,
+    and `not_compared` why nobody knows, where there is no test set.
+    """
 
     model: nn.Module
     dataset: Any
     collator: Any
     adapter: Adapter
     rows: TrainingRows | None = None
-    also_asked: int = 0
+    also_asked: int | None = None
+    not_compared: str | None = None
 
 
 def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
@@ -90,18 +97,19 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
 
         if adapter.target_modules == "all-linear":
             adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
-        everything = task.train_images()
+        everything = task.training_images()
         pictures: Sequence[Any] = everything.at(split_places(everything.ids, settings.validation_size)[0])
         if settings.train_limit:
             pictures = pictures[: settings.train_limit]
         collator = clip.PictureCollator(loaded.processor.image_processor)
-        return Material(as_asked(loaded, task).model, RowDataset(pictures), collator, adapter)
+        model = as_asked(loaded, task).model
+        return Material(model, RowDataset(pictures), collator, adapter, None, task.also_asked, task.not_compared)
     if settings.packing:
         refuse_encoder_decoder(loaded.spec.kind)
         refuse_unless_kept_apart(loaded.model)
     encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
     rows = encode(
-        hold_out(task.train_examples(), settings.validation_size)[0],
+        hold_out(task.training_set(), settings.validation_size)[0],
         encoder,
         settings.max_length,
         too_long=settings.too_long,
@@ -109,17 +117,24 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
         limit=settings.train_limit,
     )
     multiple = MULTIPLE if settings.cuda_graphs else 1
+    refuse_longer(
+        loaded.model,
+        math.ceil(rows.longest / multiple) * multiple,
+        f"max_length: {settings.max_length}",
+        f"set max_length: {{limit}} (with too_long: {settings.too_long})",
+    )
     # SDPA gives zeros for a row without any real token; of others some give NaN, and some do not run.
     blank = 0 if settings.attention in (None, "sdpa") else 1
     collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, multiple, blank)
-    return Material(loaded.model, RowDataset(rows.rows), collate, adapter, rows, task.also_asked)
+    dataset = RowDataset(rows.rows)
+    return Material(loaded.model, dataset, collate, adapter, rows, task.also_asked, task.not_compared)
 
 
-def rows_summary(material: Material) -> dict[str, int]:
-    """What the result says of the data."""
+def rows_summary(material: Material) -> dict[str, int | None]:
+    """What the result says of the data; None where no test set was there to compare with."""
     rows = material.rows
     if rows is None:
-        return {"examples": len(material.dataset)}
+        return {"examples": len(material.dataset), "dropped_also_asked": material.also_asked}
     return {
         "examples": rows.examples,
         "rows": len(rows.rows),
@@ -133,11 +148,22 @@ def rows_summary(material: Material) -> dict[str, int]:
 def described(material: Material) -> list[str]:
     """What a user should know of the data before training starts."""
     rows = material.rows
-    if rows is None:
-        return []
-    lines = [f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to learn"]
+    lines = []
+    if rows is not None:
+        lines.append(
+            f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to train on"
+        )
     if material.also_asked:
-        lines.append(f"also asked in the test set: {material.also_asked:,} examples left out")
+        lines.append(f"also in the test set: {material.also_asked:,} examples left out")
+    if material.not_compared:
+        lines.append(f"training examples not compared with the test set: {material.not_compared}")
+    if rows is None:
+        return lines
     if rows.dropped or rows.cut:
         lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
+    positions = trained_positions(material.model)
+    if positions is not None and rows.longest > positions:
+        lines.append(
+            f"examples of up to {rows.longest:,} tokens, and a model that was built for {positions:,} positions"
+        )
     return lines

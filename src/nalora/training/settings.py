@@ -47,7 +47,7 @@ class RunSettings:
         too_long: what happens to longer examples: left out, or cut at the end.
         packing: several examples in one row, each attending to itself alone.
         batches: examples drawn by chance, or those of like length together, which leaves few pads.
-        prompt_style: prompts as the task writes them, or inside the tokenizer's chat template.
+        prompt_style: prompts as the task writes them, or questions and answers in the tokenizer's chat template.
         train_limit: the first so many examples that fit.
         validation_size: examples of the training set that are not learnt from, to choose settings by.
         dtype: of the base model's weights.
