@@ -46,7 +46,8 @@ def identity(
     # Chat style asks for other texts than plain style, which keeps the names that it always had.
     chat = {"chat": [[each.question, each.further_questions] for each in examples]} if style == "chat" else {}
     return _digest({
-        **chat, "model": spec.name, "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
+        **chat,
+        "model": spec.name, "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
         "quantise": spec.quantise, "weights": [each and digest_of_model(each) for each in (source, trained)],
         "task": [task.name, options], "style": style, "examples": digest_of_examples(task, examples),
     })[:10]  # fmt: skip
