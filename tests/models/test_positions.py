@@ -92,7 +92,7 @@ def run_of(model, tmp_path, **changes):
 
 def test_a_row_beyond_the_positions_is_refused_before_training(model, tmp_path):
     data = questions(tmp_path / "data", train=80, test=8)
-    with pytest.raises(nalora.NALoRAError, match=r"max_length: 1024: found a text of 98 tokens.* set max_length: 64"):
+    with pytest.raises(nalora.NALoRAError, match=r"max_length: 1024: found a text of 97 tokens.* set max_length: 64"):
         train(run_of(model, tmp_path, data_dir=data))
     # What fits is trained on, whatever max_length would allow.
     questions(tmp_path / "data", train=20)

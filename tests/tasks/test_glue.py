@@ -152,17 +152,17 @@ def test_pairs_of_mrpc_without_ids_are_all_kept(tmp_path):
     assert len(tasks.get("mrpc", data_dir=tmp_path).train_examples()) == 2
 
 
-def test_sentences_of_cola_that_are_asked_too_are_left_out_and_counted(folder):
+def test_sentences_of_cola_that_are_test_questions_are_left_out_and_counted(folder):
     with (folder / "glue/cola/in_domain_train.tsv").open("a") as file:
         # With another label too: what is asked is the sentence.
         file.write("gj04\t0\t*\tHim sleeps.\ngj04\t1\t\tShe sleeps.\ngj04\t0\t*\tShe sleeps.\n")
     task = tasks.get("cola", data_dir=folder)
-    assert [each.prompt for each in task.train_examples()] == ["cola sentence: He sleeps."]
+    assert [each.prompt for each in task.training_set()] == ["cola sentence: He sleeps."]
     assert task.also_asked == 3
     for name in ("in_domain_dev.tsv", "out_of_domain_dev.tsv"):
         (folder / "glue/cola" / name).unlink()
     alone = tasks.get("cola", data_dir=folder)
-    assert (len(alone.train_examples()), alone.also_asked) == (4, 0)
+    assert (len(alone.training_set()), alone.also_asked) == (4, None)
 
 
 def test_a_decoder_goes_on_with_the_label(folder):

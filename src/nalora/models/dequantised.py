@@ -108,9 +108,8 @@ def _is_as_written(file: Path, entry: dict[str, Any]) -> bool:
     try:
         found = file.stat()
         # A cache that was copied has other times. Reading half a gigabyte at every command would take a second.
-        return found.st_size == entry["size"] and (
-            found.st_mtime_ns == entry["time"] or digest_of_file(file) == entry["sha256"]
-        )
+        same_time = found.st_mtime_ns == entry["time"]
+        return bool(found.st_size == entry["size"] and (same_time or digest_of_file(file) == entry["sha256"]))
     except (OSError, KeyError, TypeError):
         return False
 

@@ -171,7 +171,7 @@ def _bytes_of(elements: int, kind: int) -> int:
     """The size of a tensor; 0 for a kind that the installed `gguf` does not know, which transformers then refuses."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    sizes = {int(known): size for known, size in GGML_QUANT_SIZES.items()}
+    sizes: dict[int, tuple[int, int]] = {int(known): size for known, size in GGML_QUANT_SIZES.items()}
     block, size = sizes.get(kind, (1, 0))
     return elements // block * size
 
