@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nalora import whole_files
+from nalora import own_output, whole_files
 from nalora.config import NALoRAConfig
 from nalora.decision import BlockGroup
 from nalora.errors import NALoRAError
@@ -78,12 +78,23 @@ def _check_same_blocks(targets: dict[str, Tensor], tensors: dict[str, Tensor]) -
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
-    """Write the state into `folder`, which is made where it is missing."""
+    """Write the state into `folder`, which is made where it is missing.
+
+    Raises:
+        NALoRAError: a file of that name is there that nalora did not write.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
+    own_output.refuse_foreign_files([path], _is_state, option="folder")
     metadata = {"version": str(state["version"]), "config": whole_files.json_text(state["config"])}
     whole_files.save_tensors(path, state["tensors"], metadata)
     return path
+
+
+def _is_state(head: bytes) -> bool:
+    """The metadata are the first entry of a safetensors header, in any order among themselves."""
+    start = head[8:]
+    return start.startswith(b'{"__metadata__":{') and b'"version":' in start and b'"config":' in start
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nalora import own_output
 from nalora.diagnostics.dynamics import Request as Look
 from nalora.diagnostics.dynamics import diagnose
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.report.data import read_runs
 from nalora.report.html import write_report
+from nalora.training import contents, marker
 from nalora.training.folder import RunFolder, read_jsonl, write_json
 from nalora.training.run import Interrupted, train
 from nalora.training.settings import read
@@ -62,8 +64,12 @@ def run(
     """Train and ask every arm, print the comparison; False where Ctrl-C ended it. Started again, it goes on.
 
     Raises:
-        NALoRAError: the model's wheel is not installed, or the folder holds a demo of other settings.
+        NALoRAError: the model's wheel is not installed, or the folder holds a demo of other settings, or files that
+            nalora did not write.
     """
+    marker.refuse_foreign(folder, "demo", option="--output", known=_is_of_0_1)
+    own_output.refuse_foreign_files([folder / "report.html"], own_output.is_page, option="--output")
+    marker.mark(folder, "demo")
     outcomes: list[Outcome] = []
     try:
         for arm in ARMS:
@@ -85,6 +91,13 @@ def run(
         path = write_report(read_runs([folder / arm.name for arm in ARMS]), folder / "report.html")
         console.print(f"The report, to open in a browser: {path}", highlight=False)
     return finished
+
+
+def _is_of_0_1(folder: Path) -> bool:
+    """Whether version 0.1, which wrote no marker, ran its demo there."""
+    return contents.is_run(folder / ARMS[0].name) and all(
+        entry.name in ("result.json", "report.html", *(arm.name for arm in ARMS)) for entry in folder.iterdir()
+    )
 
 
 def _train_and_ask(

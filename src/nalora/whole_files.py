@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -16,16 +18,36 @@ from torch import Tensor
 
 def write(path: Path, content: bytes | str) -> None:
     """Write a file; a kill, or a disk that is full, leaves the one that was there before."""
-    # The process's own: two that write the same file do not write into each other's.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial, descriptor = _new_file_beside(path)
     try:
-        with partial.open("wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _new_file_beside(path: Path) -> tuple[Path, int]:
+    """A temporary file that did not exist before, whoever owns the names next to `path`; opened for writing."""
+    for attempt in itertools.count():
+        # The process's own: two that write the same file do not write into each other's.
+        partial = path.with_name(f".{path.name}.{os.getpid()}{f'.{attempt}' if attempt else ''}")
+        with contextlib.suppress(FileExistsError):
+            return partial, os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
+    raise AssertionError("unreachable: the counter does not end")
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of files, on the disk before this returns."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

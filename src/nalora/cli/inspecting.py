@@ -96,8 +96,10 @@ def activations(
         rows.add_row(escape(title), *bounds, scaling if points else "off: no finite regimes")
     console().print(rows)
     if draw is not None:
-        from nalora.report.activation_figure import draw_activation
+        from nalora.report import drawing
+        from nalora.report.activation_figure import draw_activation, file_name
 
+        drawing.refuse_foreign(file for each in shown for file in drawing.files_of(draw, file_name(each)))
         for each in shown:
             for file in draw_activation(each, draw):
                 print(file)

@@ -17,6 +17,10 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings in place of the file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Take over from a process on another host that no longer runs."),
+    ] = False,
 ) -> None:
     """Train one run; an ordinary PEFT adapter comes out. Ctrl-C leaves a run that --resume goes on with."""
     hush_libraries()
@@ -29,7 +33,7 @@ def train(
 
     screen = console()
     try:
-        result = train_run(described, resume=resume, console=screen)
+        result = train_run(described, resume=resume, take_over=take_over, console=screen)
     except Interrupted as stopped:
         screen.print(str(stopped), highlight=False)
         raise typer.Exit(INTERRUPTED) from None
@@ -59,6 +63,9 @@ def evaluate(
     unsafe_code: Annotated[
         bool, typer.Option("--unsafe-code", help="Run generated programs without a sandbox, with limits alone.")
     ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take over from a process on another host that no longer runs.")
+    ] = False,
 ) -> None:
     """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
     hush_libraries()
@@ -68,7 +75,7 @@ def evaluate(
     options = key_values(option or [])
     if unsafe_code:
         options["unsafe_code"] = True
-    request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base)
+    request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base, take_over=take_over)
     screen = console()
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)

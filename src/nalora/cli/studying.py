@@ -47,6 +47,7 @@ def study(
     Exits with 1 where runs failed, after all others are done and the answer is written.
     """
     hush_libraries()
+    from nalora.studies import answer
     from nalora.studies.conduct import conduct, so_far
     from nalora.studies.study import read
 
@@ -69,6 +70,7 @@ def study(
             str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
         )
     _make_ready(store)
+    answer.refuse_foreign_files(described, store)
     if known:
         _tell(screen, described, before, store)
         return
@@ -108,8 +110,10 @@ def _refuse_missing_data(jobs: Iterable[Any]) -> None:
 
 def _make_ready(store: Path) -> None:
     """A folder that the runs and the answer can be written to, found out before hours of work."""
+    from nalora.studies.store import Store
+
     try:
-        store.mkdir(parents=True, exist_ok=True)
+        Store(store).claim()
         with tempfile.TemporaryFile(dir=store):
             pass
     except OSError as error:

@@ -29,7 +29,7 @@ from nalora.models import loading
 from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.material import as_asked, kind_of
-from nalora.training.saved_run import read_run
+from nalora.training.saved_run import read_run, refuse_unless_own
 from nalora.training.settings import Run
 
 CHANNELS_FILE = "diagnosis_channels.safetensors"
@@ -74,6 +74,7 @@ def diagnose(
     request = request or Request()
     folder = RunFolder(target)
     run = read_run(folder)
+    refuse_unless_own(folder, folder.diagnosis.name, CHANNELS_FILE)
     states, notices = states_of(folder, run, request.every)
     began = time.perf_counter()
     probe, sites, residents = _ready(run, request)

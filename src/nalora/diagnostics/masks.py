@@ -11,7 +11,8 @@ from torch import Tensor
 from nalora import checkpoint
 from nalora.diagnostics.sites import GateSite
 from nalora.peft_names import in_wrapper
-from nalora.training.folder import COMPLETE, RunFolder
+from nalora.training import checkpoints
+from nalora.training.folder import RunFolder
 
 
 class FinalState(NamedTuple):
@@ -58,10 +59,6 @@ def _latest(folder: RunFolder) -> tuple[int | None, Path] | None:
         if (place / checkpoint.FILE_NAME).is_file():
             return None, place
     # A checkpoint without its mark was being written when the run was killed; a snapshot that is there is whole.
-    places = {
-        int(each.name.rpartition("-")[2]): each
-        for each in folder.checkpoints.glob("checkpoint-*")
-        if (each / COMPLETE).is_file()
-    }
+    places = {checkpoints.step_in(each.name) or 0: each for each in checkpoints.marked_complete(folder.checkpoints)}
     places |= {step: folder.snapshot(step) for step in folder.snapshot_steps()}
     return max(((step, each) for step, each in places.items() if (each / checkpoint.FILE_NAME).is_file()), default=None)

@@ -25,7 +25,7 @@ from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.errors import NALoRAError
 from nalora.progress import Report
 from nalora.training.folder import write_json
-from nalora.training.saved_run import finished_run
+from nalora.training.saved_run import finished_run, refuse_unless_own
 from nalora.wrapping import base_of
 
 FILE_NAME = "mismatch.json"
@@ -53,6 +53,7 @@ def diagnose_against(
     """
     request = request or Request()
     finished = finished_run(run)
+    refuse_unless_own(finished.folder, FILE_NAME, CHANNELS_FILE)
     pair = open_pair(finished, target, request)
     batches = pair.probe.batches
     every_site, every_sum = compare(

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from nalora.diagnostics.twins import is_adapter
 from nalora.errors import NALoRAError
 from nalora.methods.method import Method
-from nalora.training.folder import COMPLETE, RunFolder
+from nalora.training import checkpoints
+from nalora.training.folder import RunFolder
 from nalora.training.saved_run import diverged_step
 from nalora.training.settings import Run
 
@@ -63,11 +64,11 @@ def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[Saved],
 def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[Saved]:
     """The base model, whole checkpoints, and what the run saved at its end."""
     found = {0: Saved(0, None)}
-    checkpoints = [each for each in folder.checkpoints.glob("checkpoint-*") if (each / COMPLETE).is_file()]
+    complete = checkpoints.marked_complete(folder.checkpoints)
     # Checkpoints hold the adapter in the form in which it is trained; some methods save another one.
     if _saves_what_it_trains(run.method):
-        found |= {step: Saved(step, each) for each in checkpoints if (step := int(each.name.rpartition("-")[2]))}
-    elif checkpoints:
+        found |= {step: Saved(step, each) for each in complete if (step := checkpoints.step_in(each.name))}
+    elif complete:
         notices.append(f"its checkpoints are left out: {run.method.title} trains on a base of its own")
     if folder.result.is_file() and folder.trained.is_dir():
         step = int(json.loads(folder.result.read_text(encoding="utf-8"))["steps"])

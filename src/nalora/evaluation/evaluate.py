@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
+from nalora.evaluation.folder import claimed_folder
 from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
@@ -34,6 +35,7 @@ def evaluate(
     limit: int | None = None,
     writing: bool = True,
     batch_tokens: int = 32_768,
+    take_over: bool = False,
     report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """The summary of a model on a task, with every output and every score kept in the folder.
@@ -49,10 +51,12 @@ def evaluate(
         limit: only the first so many questions.
         writing: whether answers are written and scored; else only the loss of the right ones is read.
         batch_tokens: see `Writer`.
+        take_over: whether the folder is taken over from a process on another host.
         report: hears of progress.
 
     Raises:
-        NALoRAError: nothing is asked, or something that scoring needs is not there.
+        NALoRAError: nothing is asked, something that scoring needs is not there, or the folder is somebody else's or
+            in use by another process.
     """
     questions = list(task.test_examples() if examples is None else examples)
     examples = questions[:limit]
@@ -64,6 +68,21 @@ def evaluate(
             fix="raise limit" if questions else "check the task's files; validation needs a run with validation_size",
         )
     _refuse_too_long(loaded, task, examples, style)
+    with claimed_folder(folder, take_over=take_over):
+        return _evaluate(loaded, task, folder, questions, examples, style, writing, batch_tokens, report)
+
+
+def _evaluate(
+    loaded: Loaded,
+    task: Task,
+    folder: Path,
+    questions: Sequence[Example],
+    examples: Sequence[Example],
+    style: str,
+    writing: bool,
+    batch_tokens: int,
+    report: Report,
+) -> dict[str, Any]:
     counts = {"examples": len(examples), "questions": len(questions)}
     summary: dict[str, Any] = {"task": task.name, **counts, "measures": {}, "chance": {}}
     if writing:
@@ -78,7 +97,6 @@ def evaluate(
             **speed,
         }
     summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
-    folder.mkdir(parents=True, exist_ok=True)  # nothing was kept there of questions without right answers
     _keep(folder / ("summary.json" if writing else "losses.json"), summary)
     return summary
 

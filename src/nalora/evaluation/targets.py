@@ -18,7 +18,7 @@ from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
 from nalora.training.folder import HELD_OUT, RunFolder
 from nalora.training.material import as_asked, kind_of
-from nalora.training.saved_run import FinishedRun, finished_run
+from nalora.training.saved_run import FinishedRun, finished_run, refuse_unless_own
 from nalora.training.settings import RunSettings
 
 
@@ -36,6 +36,7 @@ class Request:
         with_base: whether a run's base model is asked too.
         split: ``validation`` asks what the run held out of its training set, in place of the test set.
         writing: whether answers are written; else only the loss of the right ones is read.
+        take_over: whether the folder is taken over from a process on another host that no longer runs.
     """
 
     task: str | None = None
@@ -47,6 +48,7 @@ class Request:
     with_base: bool = True
     split: Literal["test", "validation"] = "test"
     writing: bool = True
+    take_over: bool = False
 
 
 def evaluate_target(
@@ -96,6 +98,8 @@ def _evaluate_run(
     finished: FinishedRun, request: Request, output: Path | None, device: str | None, report: Report
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     run, trained = finished.run, finished.trained
+    if output is None:
+        refuse_unless_own(finished.folder, finished.folder.evaluations.name)
     settings = run.settings if device is None else replace(run.settings, device=device)
     own = request.task in (None, settings.task)
     name = request.task or settings.task
@@ -158,6 +162,7 @@ def _evaluate(
         examples=examples,
         limit=request.limit,
         writing=request.writing,
+        take_over=request.take_over,
         batch_tokens=request.batch_tokens,
         report=lambda what, done, total: report(f"{who}: {what}", done, total),
     )

@@ -45,7 +45,7 @@ class Start:
         batches: the first n batches of the training set, each of as many rows as an optimizer step trains on; of every
             batch this process's share, in passes of the size that training takes. The same at every call.
         passes: how many passes a batch has.
-        folder: the run's folder; what a resumed run must find again of the start is kept there.
+        folder: exists; what a resumed run must find again of the start is kept there.
         cache: where results that took long are kept by their content, for other runs.
         report: hears (what, done, total) on long work.
     """

@@ -23,8 +23,12 @@ REGIMES = {"suppressive": "#f6ded2", "responsive": "#ffffff", "positive": "#dbe9
 
 def draw_activation(activation: Activation, folder: Path) -> list[Path]:
     """Write the drawing as PNG and SVG, named after the activation."""
-    name = re.sub(r"[^\w.-]+", "-", activation.name).strip("-.") or "activation"
-    return drawing.save(activation_figure(activation), folder, name)
+    return drawing.save(activation_figure(activation), folder, file_name(activation))
+
+
+def file_name(activation: Activation) -> str:
+    """What its files are called, without their endings."""
+    return re.sub(r"[^\w.-]+", "-", activation.name).strip("-.") or "activation"
 
 
 @torch.no_grad()

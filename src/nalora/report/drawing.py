@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nalora import own_output, whole_files
 from nalora.errors import NALoRAError
 
 if TYPE_CHECKING:
@@ -153,10 +155,32 @@ def layer_ticks(axis: Any, labels: Sequence[str]) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `name`.png and `name`.svg; the same bytes for the same figure."""
+    """Write `name`.png and `name`.svg; the same bytes for the same figure.
+
+    Raises:
+        NALoRAError: one of them is a file that nalora did not write.
+    """
+    files = files_of(folder, name)
+    refuse_foreign(files)
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    metadata: list[dict[str, Any]] = [{"Software": "nalora"}, {"Date": None, "Creator": "nalora"}]
     with look():
-        figure.savefig(files[0], metadata={"Software": "nalora"})
-        figure.savefig(files[1], metadata={"Date": None, "Creator": "nalora"})
+        for file, said in zip(files, metadata, strict=True):
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format=file.suffix[1:], metadata=said)
+            whole_files.write(file, drawn.getvalue())
     return files
+
+
+def files_of(folder: Path, name: str) -> list[Path]:
+    """The files of a figure of that name."""
+    return [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+
+
+def refuse_foreign(files: Iterable[Path]) -> None:
+    """Refuse to draw over files that nalora did not write.
+
+    Raises:
+        NALoRAError: one of them is.
+    """
+    own_output.refuse_foreign_files(files, own_output.is_figure, option="folder")

@@ -130,6 +130,7 @@ def _of_paper(runs: Sequence[RunData]) -> dict[str, Figure | str]:
 
 
 def _write(figures: dict[str, Figure | str], folder: Path) -> Written:
+    drawing.refuse_foreign(file for name in figures for file in drawing.files_of(folder, name))
     files: list[Path] = []
     skipped: list[str] = []
     for name, figure in figures.items():

@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources, util
 from pathlib import Path
 
-from nalora import __version__
+from nalora import __version__, own_output, whole_files
 from nalora.errors import NALoRAError
 from nalora.report import words
 from nalora.report.data import RunData
@@ -24,13 +24,14 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
     """Write the report, that of a study with its answer, and give its path.
 
     Raises:
-        NALoRAError: no run is given, plotly is not installed, or the file cannot be written.
+        NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is somebody else's.
     """
     output = Path(output)
+    own_output.refuse_foreign_files([output], own_output.is_page, option="--output")
     text = page(runs, answer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
+        whole_files.write(output, text)
     except OSError as error:
         raise NALoRAError(
             str(output), found=error.strerror or str(error), expected="a file to write", fix="give another --output"

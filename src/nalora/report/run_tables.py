@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nalora import own_output, whole_files
 from nalora.report.data import RunData
 from nalora.report.paper_figures import MEASURES, known_mean, measure_table
 from nalora.report.sentences import base_summary, measures_of, score
@@ -18,18 +19,25 @@ _NOT_A_SETTING = ("seed", "output")
 
 
 def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
-    """Write tables.md and tables.tex."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write tables.md and tables.tex.
+
+    Raises:
+        NALoRAError: one of them is a file that nalora did not write.
+    """
+    files = table_files(folder)
+    own_output.refuse_foreign_files(files, own_output.is_text, option="--tables")
     tables = run_tables(runs)
-    files = [folder / "tables.md", folder / "tables.tex"]
-    files[0].write_text(
-        "\n".join(f"## {name}\n\n{markdown(table)}" for name, table in tables.items()), encoding="utf-8"
-    )
-    files[1].write_text(
-        "\n".join(latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()),
-        encoding="utf-8",
-    )
+    in_latex = [latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()]
+    in_markdown = [f"## {name}\n\n{markdown(table)}" for name, table in tables.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_files.write(files[0], "\n".join([f"<!-- {own_output.TEXT} -->\n", *in_markdown]))
+    whole_files.write(files[1], "\n".join([f"% {own_output.TEXT}\n", *in_latex]))
     return files
+
+
+def table_files(folder: Path) -> list[Path]:
+    """The files that `write_tables` writes."""
+    return [folder / "tables.md", folder / "tables.tex"]
 
 
 def run_tables(runs: Sequence[RunData]) -> dict[str, Table]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nalora import whole_files
+from nalora import own_output, whole_files
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
 from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
 from nalora.studies.schedule import Cell, Schedule, is_screened
@@ -174,7 +174,7 @@ def _diverged(by_seed: Mapping[int, float]) -> int:
 
 def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> str:
     """The answer as a page."""
-    lines = [f"# {study.name}\n"]
+    lines = [f"<!-- {own_output.TEXT} -->\n", f"# {study.name}\n"]
     for part in parts:
         if part.heading:
             lines.append(f"## {part.heading}\n")
@@ -220,10 +220,31 @@ def _shown(loss: float | str | None) -> str:
     return loss if isinstance(loss, str) else f"{loss:.4f}"
 
 
+def refuse_foreign_files(study: Study, folder: Path) -> None:
+    """Refuse a store in which the files of the answer are somebody else's.
+
+    Raises:
+        NALoRAError: they are.
+    """
+    page, numbers = _files(study, folder)
+    heading = f"# {study.name}\n".encode()
+    # Version 0.1 wrote the page without a comment.
+    own_output.refuse_foreign_files(
+        [page], lambda head: own_output.is_text(head) or head.startswith(heading), option="--store"
+    )
+    own_output.refuse_foreign_files([numbers], lambda head: b'"learning_rates"' in head, option="--store")
+
+
+def _files(study: Study, folder: Path) -> tuple[Path, Path]:
+    """The page and its numbers."""
+    return folder / f"{study.name}.md", folder / f"{study.name}.json"
+
+
 def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Path) -> Path:
     """Keep the answer as a page and as numbers beside the runs; the page's path."""
-    page = folder / f"{study.name}.md"
-    page.write_text(in_markdown(study, parts, failed), encoding="utf-8")
+    refuse_foreign_files(study, folder)
+    page, numbers = _files(study, folder)
+    whole_files.write(page, in_markdown(study, parts, failed))
     content = [
         {
             "settings": part.settings,
@@ -241,7 +262,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
         }
         for part in parts
     ]
-    whole_files.write(folder / f"{study.name}.json", whole_files.json_text(content, indent=2, default=str) + "\n")
+    whole_files.write(numbers, whole_files.json_text(content, indent=2, default=str) + "\n")
     return page
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
+from nalora.training import contents, marker
 from nalora.training.folder import RunFolder
 
 
@@ -69,15 +71,16 @@ def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | N
     run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
     known = Store(folder.path.parent).result(folder.path.name, job.ask_limit)
     if known is None:
-        train(run, resume=folder.settings.is_file())
+        # Nobody else does this job (engines.py); the lock may be one of a worker on a node that was lost.
+        train(run, resume=folder.settings.is_file(), take_over=True)
         let_go_of_memory()
     missing = {part for part in parts if known is None or not known.has(part)}
     if ANSWERS in missing:
         missing.add(TEST)  # how many questions there are is told beside the answers, by the losses in the same folder
     requests = {
-        VALIDATION: Request(with_base=False, split="validation", writing=False),
-        TEST: Request(with_base=False, writing=False),
-        ANSWERS: Request(with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens),
+        VALIDATION: Request(with_base=False, split="validation", writing=False, take_over=True),
+        TEST: Request(with_base=False, writing=False, take_over=True),
+        ANSWERS: Request(with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens, take_over=True),
     }
     for part, request in requests.items():
         if part in missing:
@@ -106,10 +109,26 @@ class _Again:
 
     def take_its_place_if_cut_short(self) -> None:
         """Do what is left of that, if anything is."""
-        if self.new.path.is_dir() and not self.place.path.exists():
+        if contents.is_run(self.new.path) and not contents.exists(self.place.path):
             self.new.path.rename(self.place.path)
-        if self.old.is_dir() and self.place.path.exists():
-            shutil.rmtree(self.aside)
+        if self.place.path.is_dir() and contents.is_run(self.old):
+            marker.mark(self.old, "run")
+            self._keep_what_is_not_the_runs()
+            for entry in self.old.iterdir():
+                if entry.name != marker.MARKER:  # last: what is half removed is still known as nalora's
+                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            shutil.rmtree(self.old)
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                self.aside.rmdir()
+
+    def _keep_what_is_not_the_runs(self) -> None:
+        """Move evaluations, reports and the user's own files of the old run to the new one, where it has none."""
+        own = set(contents.own_entries(self.old))
+        for file in sorted(entry for entry in self.old.rglob("*") if entry.is_symlink() or not entry.is_dir()):
+            there = self.place.path / file.relative_to(self.old)
+            if not own.intersection((file, *file.parents)) and not contents.exists(there):
+                there.parent.mkdir(parents=True, exist_ok=True)
+                file.rename(there)
 
 
 def log_of(job: Job) -> Path:

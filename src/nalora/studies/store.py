@@ -6,12 +6,16 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nalora.training import contents, marker
 from nalora.training.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.training.settings import Run
 
+# A run's folder is named by its key, its log and the place of its repetition likewise.
+_KEY = re.compile(r"[0-9a-f]{16}(\.log|\.again)?")
 VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
 
 
@@ -57,6 +61,17 @@ class Store:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
 
+    def claim(self) -> None:
+        """Make the folder where it is missing, and mark it as nalora's.
+
+        Raises:
+            NALoRAError: it holds files that nalora did not write.
+        """
+        # A link to a larger disk is common, and nothing in a store is removed but by a run that is repeated there.
+        place = self.root.resolve()
+        marker.refuse_foreign(place, "store", option="--store", known=_is_of_0_1)
+        marker.mark(place, "store")
+
     def folder(self, name: str) -> RunFolder:
         """Where the run of that key is kept."""
         return RunFolder(self.root / name)
@@ -87,6 +102,12 @@ class Store:
             if part == TEST and summary and summary.get("examples", 0) >= min(questions, ask_limit or questions):
                 measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
         return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))
+
+
+def _is_of_0_1(root: Path) -> bool:
+    """Whether version 0.1, which wrote no marker, kept runs there."""
+    keys = {entry.name.partition(".")[0] for entry in root.iterdir() if _KEY.fullmatch(entry.name)}
+    return any(contents.is_run(root / name) or (root / f"{name}.log").is_file() for name in keys)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -60,6 +60,13 @@ class Judgements:
                 row = _object(line)
                 if isinstance(row.get("key"), str) and isinstance(row.get("answer"), str):
                     self._answers[row["key"]] = row["answer"]
+            if text.strip() and not self._answers and not text.startswith('{"key"'):
+                raise NALoRAError(
+                    str(self.file),
+                    found="a file without judgements",
+                    expected="a new file, or one that nalora wrote",
+                    fix="give another judgements=",
+                )
 
     @staticmethod
     def key(model: str, system: str, prompt: str) -> str:

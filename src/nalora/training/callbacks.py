@@ -1,4 +1,4 @@
-"""What happens beside the steps: the progress bar, rows of metrics, whole checkpoints, a Ctrl-C that loses nothing."""
+"""What happens beside the steps: the progress bar, rows of metrics, a Ctrl-C that loses nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from nalora import processes
-from nalora.training.folder import COMPLETE, RunFolder, write_json
+from nalora.training.folder import RunFolder, write_json
 from nalora.whole_files import json_text
 
 # In a checkpoint: the losses and the time up to it, which a Trainer begins anew when it is resumed.
@@ -22,7 +22,7 @@ _SO_FAR = "so_far.json"
 
 
 class RunRecord(TrainerCallback):  # type: ignore[misc]
-    """Writes metrics, marks checkpoints that are whole, and counts losses and time over all parts of a resumed run."""
+    """Writes metrics, and counts losses and time over all parts of a resumed run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -73,10 +73,9 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
                 file.write(json_text(row) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The checkpoint is complete: no process will write any more into it."""
+        """Keep the sums in the checkpoint."""
         # Each process has added up its own; a row of metrics has their mean.
         since = processes.add_up(self.trainer._tr_loss.detach().clone()).item() / processes.count()
-        processes.wait_for_all()
         if state.is_world_process_zero:
             so_far = {
                 "loss_logged": self.trainer._total_loss_scalar,
@@ -85,7 +84,6 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
                 "seconds": self.seconds,
             }
             write_json(self._checkpoint(state) / _SO_FAR, so_far)
-            (self._checkpoint(state) / COMPLETE).touch()
 
     def _checkpoint(self, state: Any) -> Path:
         return self.folder.checkpoints / f"checkpoint-{state.global_step}"

@@ -1,4 +1,4 @@
-"""A run's folder is claimed before anything is loaded, and given back where the run fails before its first step."""
+"""A run's folder is claimed and locked before anything is loaded, and cleaned up where the run fails before a step."""
 
 from __future__ import annotations
 
@@ -6,51 +6,73 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
+from nalora.training import checkpoints, contents, marker
 from nalora.training.folder import RunFolder, read_jsonl
+from nalora.training.lock import FolderLock
 from nalora.training.settings import Run
 
 
+class Claim(NamedTuple):
+    """What a run gets with its folder.
+
+    Args:
+        checkpoint: that all processes resume from, None for a start from the beginning.
+        lock: held by the first process, None in the others.
+        notices: what a user should know of the checkpoints.
+    """
+
+    checkpoint: Path | None
+    lock: FolderLock | None
+    notices: list[str]
+
+
 @contextlib.contextmanager
-def claimed(folder: RunFolder, run: Run, *, resume: bool, device: str) -> Iterator[Path | None]:
-    """The folder, the run's own from here on; the checkpoint that all processes resume from, None for a start.
+def claimed(folder: RunFolder, run: Run, *, resume: bool, device: str, take_over: bool = False) -> Iterator[Claim]:
+    """The folder, the run's own and locked until the end.
 
     A start that fails before its first step, by a wrong layer's name or too large a batch, leaves a folder in which
-    the corrected run may start. What was there to be resumed stays.
+    the corrected run may start: what this process created is removed, and nothing else. A resumed run keeps its files.
 
     Raises:
-        NALoRAError: the folder is another run's, or not every process can see it.
+        NALoRAError: the folder is not nalora's, another run's or in use, or not every process can see it.
     """
-    checkpoint = _open_together(folder, run, resume, device)
-    try:
-        yield checkpoint
-    except BaseException:
-        if not resume and is_first_process() and not _has_trained(folder):
-            _give_back(folder)
-        raise
+    with contextlib.ExitStack() as held:
+        claim = _open_together(folder, run, resume, device, take_over, held)
+        yield claim
 
 
 def step_of(checkpoint: Path | None) -> int:
     """The step after which it was written; 0 for None, a start."""
-    return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    return checkpoints.step_in(checkpoint.name) or 0 if checkpoint else 0
 
 
-def _open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Path | None:
+def _open_together(
+    folder: RunFolder, run: Run, resume: bool, device: str, take_over: bool, held: contextlib.ExitStack
+) -> Claim:
     """What the first process refuses, all refuse."""
-    checkpoint, refused = None, None
+    claim, refused = Claim(None, None, []), None
     if is_first_process():
         try:
-            checkpoint = folder.open(run.to_dict(), resume=resume)
+            claim = _open(folder, run, resume, take_over, held)
         except NALoRAError as error:
             refused = error
+        except OSError as error:
+            refused = NALoRAError(
+                str(folder.path),
+                found=f"that it cannot be written ({error.strerror or error})",
+                expected="a folder to write to",
+                fix="make it writable, or give another output=",
+            )
     if processes.any_of(refused is not None, device):
         raise refused or NALoRAError(
             str(folder.path), found="that the first process refuses it", expected="its message", fix="do as that says"
         )
-    step = processes.of_first(step_of(checkpoint), device)
+    step = processes.of_first(step_of(claim.checkpoint), device)
     if processes.any_of(not folder.settings.is_file(), device):
         raise NALoRAError(
             str(folder.path),
@@ -58,19 +80,46 @@ def _open_together(folder: RunFolder, run: Run, resume: bool, device: str) -> Pa
             expected="one that all nodes share: checkpoints and starts are kept in it",
             fix="give an output= on a shared file system",
         )
-    return folder.checkpoints / f"checkpoint-{step}" if step else None
+    return claim._replace(checkpoint=folder.checkpoints / f"checkpoint-{step}" if step else None)
 
 
-def _has_trained(folder: RunFolder) -> bool:
-    """Whether a step was logged, as the first one always is, or there is a checkpoint."""
-    return bool(read_jsonl(folder.metrics)) or folder.latest_checkpoint() is not None
+def _open(folder: RunFolder, run: Run, resume: bool, take_over: bool, held: contextlib.ExitStack) -> Claim:
+    """Check, mark, lock, check again now that nobody else can change anything, then write."""
+    settings, notices = run.to_dict(), list[str]()
+    folder.refuse(settings, resume=resume)
+    made = folder.mark()
+    lock = FolderLock(folder.path, take_over=take_over)
+    lock.take()
+    # What is registered last runs first: under the lock the files of a failed start are removed, then it is released.
+    if made.folder:
+        held.callback(_remove_if_empty, folder.path)
+    held.callback(lock.release)
+    folder.refuse(settings, resume=resume)
+    if not resume:
+        held.push(lambda kind, error, trace: _clean_up(folder, made) if kind and lock.is_held() else None)
+    return Claim(folder.open(settings, resume=resume, say=notices.append), lock, notices)
 
 
-def _give_back(folder: RunFolder) -> None:
-    """Remove what a run writes up to its first step; a method's start is removed by the next run."""
-    for file in (folder.settings, folder.path / "environment.json", folder.metrics, folder.gates, folder.diagnosis):
+def _clean_up(folder: RunFolder, made: marker.Made) -> None:
+    """Remove what a failed start created in a folder that held nothing else before; a run that has trained stays."""
+    if read_jsonl(folder.metrics) or checkpoints.marked_complete(folder.checkpoints):
+        return
+    for entry in contents.own_entries(folder.path):
+        if entry.name == contents.LOCK or (entry.name == marker.MARKER and not made.marker):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    # Loggers begin their files before the first step.
+    for file in folder.checkpoints.rglob("events.out.tfevents.*"):
         file.unlink(missing_ok=True)
-    for part in (folder.snapshots, folder.checkpoints):
-        shutil.rmtree(part, ignore_errors=True)
-    with contextlib.suppress(OSError):  # somebody else's files are in it
-        folder.path.rmdir()
+    for place in (folder.checkpoints, folder.snapshots):
+        for inner in sorted(place.rglob("*"), reverse=True):
+            _remove_if_empty(inner)
+        _remove_if_empty(place)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # no folder, or somebody else's files are in it
+        folder.rmdir()

@@ -6,10 +6,12 @@ metrics.jsonl     a row for every logged step
 gates.jsonl       under NA-LoRA the same for every FFN block
 snapshots/        what the run would have saved at chosen steps, to be compared
 checkpoints/      to resume from; each one whole or not counted
+start/            what a method needs of its start when the run is resumed
 adapter/          the ordinary PEFT adapter (model/ after full fine-tuning)
 evaluations/      outputs, scores and summaries by task
 diagnosis.json    how the gates moved between snapshots
 result.json       what it came to; there only when the run is finished
+.nalora.json      nalora's marker: this folder may be written to
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,16 +32,16 @@ import torch
 from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
+from nalora.training import checkpoints, contents, marker
 from nalora.training.provenance import commit
 from nalora.training.settings import check
 
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
-# Written last into a checkpoint: a folder without it was being written when the run was killed.
-COMPLETE = "complete"
 # How the folder of a task's evaluations ends where a run was asked what it held out of its training set.
 HELD_OUT = "-validation"
 # Settings that change nothing of what comes out: where it is kept, what is told on the way.
-INDIFFERENT = ("output", "report_to", "log_every", "save_every", "snapshot_every", "diagnose_every", "device")
+INDIFFERENT = ("output", "report_to", "log_every", "save_every", "save_minutes", "snapshot_every", "diagnose_every",
+               "device")  # fmt: skip
 # Nor does a pass's size, but for rounding and dropout's draws, as another number of processes. It is part of the key of
 # a study's run all the same: the keys of runs that were made before must not change.
 _INDIFFERENT_ON_THE_WAY = (*INDIFFERENT, "micro_batch_size")
@@ -60,14 +63,16 @@ class RunFolder:
         self.diagnosis = self.path / "diagnosis.json"
         self.result = self.path / "result.json"
 
-    def open(self, settings: dict[str, Any], *, resume: bool) -> Path | None:
-        """Make the folder ready; the checkpoint to resume from, None for a start from the beginning.
-
-        Of several processes only the first one asks.
+    def refuse(self, settings: dict[str, Any], *, resume: bool) -> None:
+        """Refuse a folder in which this run may not start or go on. Nothing is touched.
 
         Raises:
-            NALoRAError: another run is there, or one to resume is not, or was begun with other settings.
+            NALoRAError: the folder is not nalora's; another run is there, or the one to resume is not, or was begun
+                with other settings.
         """
+        marker.refuse_foreign(self.path, "run", option="output=", known=contents.is_run_of_0_1)
+        if self.path.is_dir():
+            contents.refuse_odd_entries(self.path)
         if resume:
             if not self.settings.is_file():
                 raise NALoRAError(
@@ -80,10 +85,7 @@ class RunFolder:
                     expected="the settings it was begun with",
                     fix="give those, or another output=",
                 )
-            if not self.result.is_file():
-                self.write_settings(settings)
-            return self.latest_checkpoint()
-        if self.settings.is_file():
+        elif self.settings.is_file():
             finished = self.result.is_file()
             raise NALoRAError(
                 str(self.path),
@@ -91,12 +93,44 @@ class RunFolder:
                 expected="a folder of its own",
                 fix="give another output=" if finished else "add --resume, or give another output=",
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        for start in self.path.glob("*.safetensors"):
-            start.unlink()  # where a method started in a run that is no longer here
-        write_json(self.path / "environment.json", environment())
-        self.write_settings(settings)
-        return None
+        elif self.path.is_dir() and any(self.path.iterdir()) and not contents.left_of_a_start(self.path):
+            raise NALoRAError(
+                str(self.path),
+                found="files of a run whose run.yaml is missing",
+                expected="a folder of its own for a new run",
+                fix="give another output=, or remove this folder yourself",
+            )
+
+    def mark(self) -> marker.Made:
+        """Make the folder and put nalora's marker into it, if it has none; call `refuse` first."""
+        # Version 0.1 kept what a method needs of its start among the run's own files.
+        return marker.mark(self.path, "run", **({"start": "."} if self.settings.is_file() else {}))
+
+    def open(
+        self, settings: dict[str, Any], *, resume: bool, say: Callable[[str], None] = lambda line: None
+    ) -> Path | None:
+        """Make the folder ready; the checkpoint to resume from, None for a start from the beginning.
+
+        Of several processes only the first one calls it. `say` receives a line for each damaged checkpoint.
+
+        Raises:
+            NALoRAError: as `refuse`.
+        """
+        self.refuse(settings, resume=resume)
+        self.mark()
+        if not resume:
+            write_json(self.path / "environment.json", environment())
+            self.write_settings(settings)
+            return None
+        if not self.result.is_file():
+            self.write_settings(settings)
+            checkpoints.remove_unfinished(self.checkpoints)
+        return self.latest_checkpoint(say=say)
+
+    @property
+    def start(self) -> Path:
+        """Where a method keeps what a resumed run must find again of its start."""
+        return self.path if (marker.read(self.path) or {}).get("start") == "." else self.path / "start"
 
     def write_settings(self, settings: dict[str, Any]) -> None:
         """Write what the run is told."""
@@ -113,15 +147,11 @@ class RunFolder:
         names = {*before, *now}.difference(_INDIFFERENT_ON_THE_WAY)
         return sorted(name for name in names if before.get(name) != now.get(name))
 
-    def latest_checkpoint(self, before: float = math.inf) -> Path | None:
-        """The last checkpoint, of a step before that, which was written to its end; broken ones are removed."""
-        steps = {path: int(path.name.rpartition("-")[2]) for path in self.checkpoints.glob("checkpoint-*")}
-        numbered = sorted((path for path, step in steps.items() if step < before), key=lambda path: steps[path])
-        for checkpoint in reversed(numbered):
-            if (checkpoint / COMPLETE).is_file():
-                return checkpoint
-            shutil.rmtree(checkpoint)
-        return None
+    def latest_checkpoint(
+        self, before: float = math.inf, say: Callable[[str], None] = lambda line: None
+    ) -> Path | None:
+        """The last whole checkpoint, of a step before that; `say` receives a line for each damaged one."""
+        return checkpoints.latest(self.checkpoints, before, say)
 
     @property
     def trained(self) -> Path:
@@ -134,7 +164,8 @@ class RunFolder:
 
     def snapshot_steps(self) -> list[int]:
         """The steps of which there is a snapshot; one that is there is whole."""
-        return sorted(int(each.name.removeprefix("step-")) for each in self.snapshots.glob("step-*"))
+        names = (entry.name for entry in self.snapshots.glob("step-*") if entry.is_dir())
+        return sorted(int(name[5:]) for name in names if contents.is_snapshot(name))
 
     def forget_after(self, step: int) -> None:
         """Drop the rows and snapshots of steps that will be done again, and what a kill cut short."""
@@ -148,7 +179,8 @@ class RunFolder:
             if later > step:
                 shutil.rmtree(self.snapshot(later))
         for unfinished in self.snapshots.glob(".step-*"):
-            shutil.rmtree(unfinished)
+            if contents.is_snapshot(unfinished.name):
+                shutil.rmtree(unfinished)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write what the run came to."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +20,15 @@ from nalora.processes import is_first_process
 from nalora.progress import bars
 from nalora.training import liger
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
-from nalora.training.claim import claimed, step_of
+from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import Diverged, DivergenceWatch, advice
 from nalora.training.folder import RunFolder
 from nalora.training.material import Material, described, kind_of, prepare, rows_summary
+from nalora.training.save_times import SaveTimes
 from nalora.training.saved_run import refuse_diverged
 from nalora.training.settings import Run, RunSettings
 from nalora.training.snapshots import GateRecord, Snapshots
-from nalora.training.start import make_start
+from nalora.training.start import make_start, start_folder
 from nalora.training.trainer import make_trainer
 
 
@@ -36,11 +36,18 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for i
     """The run was stopped at a step from which it can be resumed."""
 
 
-def train(run: Run, *, resume: bool = False, console: Console | None = None) -> dict[str, Any]:
+def train(run: Run, *, resume: bool = False, take_over: bool = False, console: Console | None = None) -> dict[str, Any]:
     """Train, save, and give what `result.json` says.
 
+    Args:
+        run: what to train.
+        resume: whether the run in its folder goes on.
+        take_over: whether the folder is taken over from a process on another host, which must not run any more.
+        console: for progress and messages.
+
     Raises:
-        NALoRAError: something is not there, or the folder holds another run.
+        NALoRAError: something is not there, or the folder holds another run, files of somebody else's, or a process
+            that is at work in it.
         Interrupted: stopped by Ctrl-C, with a checkpoint.
         Diverged: loss or gradients stayed non-finite, in this training or in the finished one that is to be resumed.
     """
@@ -49,11 +56,13 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
     processes.meet(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
-    with claimed(folder, run, resume=resume, device=device) as checkpoint:
+    with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:
         if resume and folder.result.is_file():
             refuse_diverged(folder)
             console.print(f"{folder.path} is already finished", highlight=False)
             return _read_result(folder)
+        for line in claim.notices:
+            console.print(line, highlight=False)
         task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
         with console.status(f"loading {settings.model}"):
             loaded = loading.load(settings.model_spec(kind_of(task, settings)))
@@ -61,21 +70,22 @@ def train(run: Run, *, resume: bool = False, console: Console | None = None) -> 
         for line in described(material):
             console.print(line, highlight=False)
         with liger.contained(loaded.model) if settings.liger else contextlib.nullcontext():
-            return _train(run, loaded, material, folder, checkpoint, console)
+            return _train(run, loaded, material, folder, claim, console)
 
 
 def _train(
-    run: Run, loaded: Loaded, material: Material, folder: RunFolder, checkpoint: Path | None, console: Console
+    run: Run, loaded: Loaded, material: Material, folder: RunFolder, claim: Claim, console: Console
 ) -> dict[str, Any]:
-    settings = run.settings
+    settings, checkpoint = run.settings, claim.checkpoint
     config: Any = getattr(material.model, "config", None)
     caching = getattr(config, "use_cache", None)
     if caching:
         # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
         config.use_cache = False
     with bars(console, transient=True) as report:
-        start = make_start(settings, material.dataset, material.collator, loaded.device, folder.path, report)
-        model = run.method.prepare(material.model.train(), material.adapter, start)
+        start = make_start(settings, material.dataset, material.collator, loaded.device, folder.start, report)
+        with start_folder(folder):
+            model = run.method.prepare(material.model.train(), material.adapter, start)
     if step_of(checkpoint) >= start.steps:
         # Killed before its result was written: from the checkpoint of its last step transformers would do one more.
         checkpoint = folder.latest_checkpoint(before=start.steps)
@@ -87,6 +97,7 @@ def _train(
     watch = DivergenceWatch()
     _keep_records(run, trainer, folder, loaded.model, material)
     watch.install(trainer)
+    SaveTimes(folder, settings.save_minutes, claim.lock).install(trainer)
     record.follow(trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from nalora.errors import NALoRAError
+from nalora.training import contents
 from nalora.training.folder import RunFolder
 from nalora.training.settings import Run, check
 
@@ -30,6 +31,22 @@ def read_run(folder: RunFolder) -> Run:
             str(folder.settings), found="no YAML", expected="a run's settings", fix="train it again"
         ) from error
     return check(given if isinstance(given, dict) else {}, str(folder.settings))
+
+
+def refuse_unless_own(folder: RunFolder, *names: str) -> None:
+    """Refuse to write these into a folder that is not a run of nalora's, or out of it through a symbolic link.
+
+    Raises:
+        NALoRAError: it is not, or does.
+    """
+    if not contents.is_run(folder.path):
+        raise NALoRAError(
+            str(folder.path),
+            found="a folder that nalora did not make",
+            expected="a run's, to write results into",
+            fix="give the folder that `nalora train` wrote; for an evaluation --output FOLDER writes elsewhere",
+        )
+    contents.refuse_odd_entries(folder.path, *names)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class RunSettings:
             with fewer passes over memory. Layers that are more than plain LoRA (DoRA, dropout) stay PEFT's.
         liger: Liger's kernels for norms, rotary embedding, activation and loss while training on a GPU.
         log_every: steps between rows of metrics.
-        save_every: steps between checkpoints; 0: only at the end or when interrupted.
+        save_every: steps between checkpoints, one at the end included; 0: none by steps.
+        save_minutes: minutes of wall clock between checkpoints, longer where they would take more than 5 % of the
+            time; 0: none by the clock.
         snapshot_every: steps between snapshots of what was trained, for `nalora diagnose` (all are kept; the first and
             the last step too); 0: none.
         diagnose_every: steps between comparisons of the gates with the comparison before, during training; 0: none.
@@ -109,6 +111,7 @@ class RunSettings:
     liger: bool = False
     log_every: int = 10
     save_every: int = 0
+    save_minutes: float = 5.0
     snapshot_every: int = 0
     diagnose_every: int = 0
     probe_size: int = 64
@@ -151,6 +154,7 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             "weight_decay",
             "max_norm",
             "save_every",
+            "save_minutes",
             "snapshot_every",
             "diagnose_every",
             "seed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,21 @@ from nalora import processes
 from nalora.cache import cache_folder
 from nalora.methods.method import Batch, Start
 from nalora.progress import Report
+from nalora.training.folder import RunFolder
 from nalora.training.settings import RunSettings
 from nalora.training.trainer import split_batch
+
+
+@contextlib.contextmanager
+def start_folder(folder: RunFolder) -> Iterator[None]:
+    """Have the folder in which a method keeps its start; not afterwards, if the method kept nothing."""
+    place = folder.start
+    place.mkdir(exist_ok=True)
+    yield
+    processes.wait_for_all()
+    if processes.is_first_process() and place != folder.path:
+        with contextlib.suppress(OSError):  # not empty
+            place.rmdir()
 
 
 def make_start(

@@ -105,8 +105,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         logging_nan_inf_filter=False,
         save_strategy="steps" if settings.save_every else "no",
         save_steps=settings.save_every or 500,
-        # Two, so that one whole checkpoint is there while the next is being written.
-        save_total_limit=2,
+        # The Trainer would remove any folder named checkpoint-*, also one that it did not write; see save_times.
+        save_total_limit=None,
         gradient_checkpointing=settings.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
         use_liger_kernel=settings.liger,

@@ -1,0 +1,68 @@
+"""The folder of an evaluation: one of nalora's own, in which one process writes at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nalora.training import contents, marker
+from nalora.training.lock import FolderLock
+
+# The keys that each row, or the whole file, has.
+_ROWS = {
+    "outputs.jsonl": {"id", "outputs", "tokens", "finished"},
+    "scores.jsonl": {"id", "scores"},
+    "losses.jsonl": {"id", "loss", "tokens"},
+    "judgements.jsonl": {"key", "answer"},
+}
+_SUMMARIES = ("summary.json", "losses.json")
+
+
+@contextlib.contextmanager
+def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
+    """The folder, made where it is missing, for this process alone; `take_over` as for `FolderLock`.
+
+    Raises:
+        NALoRAError: it holds files that nalora did not write, or another process writes into it.
+    """
+    refuse_foreign(folder)
+    marker.mark(folder, "evaluation")
+    # Answers of one process are lines of the same files as another's would be.
+    with FolderLock(folder, take_over=take_over):
+        yield
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that is not nalora's. Nothing is touched.
+
+    Raises:
+        NALoRAError: it holds files that nalora did not write.
+    """
+    marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
+
+
+def _is_of_0_1(folder: Path) -> bool:
+    """Whether version 0.1 evaluated there: all files have its names and its form."""
+    files = [entry for entry in folder.iterdir() if entry.name != contents.LOCK]
+    return all(
+        _is_rows(file) if file.name in _ROWS else file.name in _SUMMARIES and _is_summary(file) for file in files
+    )
+
+
+def _is_rows(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            row = json.loads(lines.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(row, dict) and row.keys() >= _ROWS[file.name]
+
+
+def _is_summary(file: Path) -> bool:
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and "task" in summary and "measures" in summary
