@@ -20,6 +20,7 @@ from nalora.studies.conduct import Progress
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, Store
 from nalora.studies.study import understand
+from nalora.training.marker import MARKER
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_pa
     code, _, err = run("study", file, "--store", tmp_path / "store")
     assert code == 2
     assert "nowhere: found no such folder" in " ".join(err.split())
-    assert not [*(tmp_path / "store").iterdir()]
+    assert [each.name for each in (tmp_path / "store").iterdir()] == [MARKER]
 
 
 @pytest.mark.slow
@@ -109,7 +110,10 @@ def test_what_a_store_knows_is_told_without_a_run(run, file, tmp_path):
     store.mkdir()
     _, told, _ = run("study", file, "--store", store, "--so-far")
     assert "| lora | 0.001: –, 0.01: – |" in told
-    assert {each.name for each in store.iterdir()} == {"small.md", "small.json"}
+    assert {each.name for each in store.iterdir()} == {"small.md", "small.json", MARKER}
+    (store / "small.md").write_text("# my own notes")
+    assert "a file that nalora did not write" in run("study", file, "--store", store, "--so-far")[2]
+    assert (store / "small.md").read_text() == "# my own notes"
 
 
 def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path):
@@ -138,7 +142,7 @@ def test_a_store_that_cannot_be_written_to_is_named_before_anything_starts(run, 
     for store in (taken, taken / "below"):
         code, _, err = run("study", file, "--store", store)
         assert code == 2
-        assert f"{store}: found no folder that can be written to" in err
+        assert f"{store}: found {'a file' if store == taken else 'no folder that can be written to'}" in err
     assert taken.read_text() == "a file"
 
 

@@ -154,3 +154,31 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
             evaluate_target(settings["output"], Request(task, options={"test_size": 30}))
     other = Request("gym/gcd", options={"train_size": 1, "test_size": 2}, with_base=False)
     assert evaluate_target(settings["output"], other)["adapted"]["examples"] == 2
+
+
+def test_it_writes_into_no_folder_of_somebody_else_s(loaded, tmp_path):
+    (tmp_path / "outputs.jsonl").write_text('{"id": "mine"}')
+    with pytest.raises(nalora.NALoRAError, match="files that nalora did not write"):
+        evaluation.evaluate(loaded, Echo(2), tmp_path)
+    assert (tmp_path / "outputs.jsonl").read_text() == '{"id": "mine"}'
+    assert [each.name for each in tmp_path.iterdir()] == ["outputs.jsonl"]
+
+
+def test_one_process_at_a_time_evaluates_into_a_folder(loaded, tmp_path):
+    class Nested(Echo):
+        def score(self, example, outputs):
+            with pytest.raises(nalora.NALoRAError, match="at work in it"):
+                evaluation.evaluate(loaded, Echo(1), tmp_path / "e")
+            return super().score(example, outputs)
+
+    evaluation.evaluate(loaded, Nested(1), tmp_path / "e")
+    evaluation.evaluate(loaded, Echo(2), tmp_path / "e")
+
+
+def test_what_version_0_1_wrote_goes_on(loaded, tmp_path):
+    before = evaluation.evaluate(loaded, Echo(2), tmp_path)
+    (tmp_path / ".nalora.json").unlink()
+    outputs = (tmp_path / "outputs.jsonl").read_bytes()
+    after = evaluation.evaluate(loaded, Echo(3), tmp_path)
+    assert (tmp_path / "outputs.jsonl").read_bytes().startswith(outputs)
+    assert (before["examples"], after["examples"]) == (2, 3)

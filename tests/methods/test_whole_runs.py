@@ -96,17 +96,25 @@ def test_a_run_killed_and_resumed_is_the_whole_run(settings, tmp_path, options):
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("options", [{"method": "pissa"}, {"method": "gora", "gradient_batches": 2}], ids=called)
-def test_a_new_run_in_an_old_folder_starts_anew(settings, tmp_path, options):
-    """Somebody deleted run.yaml to train with another seed: nothing of the old start is taken."""
-    for name, seed in (("old", 0), ("new", 1)):
-        train(check({**settings, **options, "seed": seed, "output": str(tmp_path / name)}))
-    folder = RunFolder(tmp_path / "old")
+def test_a_method_s_start_has_a_folder_of_its_own_and_others_have_none(settings, tmp_path):
+    for options in ({"method": "pissa"}, {"method": "gora", "gradient_batches": 2}, {"method": "lora"}):
+        place = tmp_path / options["method"]
+        train(check({**settings, **options, "output": str(place)}))
+        assert not list(place.glob("*.safetensors"))
+        kept = [file.name for file in (place / "start").glob("*")]
+        assert kept == {"pissa": ["start.safetensors"], "gora": ["gora.safetensors"]}.get(options["method"], [])
+        assert (place / "start").is_dir() == bool(kept)
+
+
+def test_a_run_whose_run_yaml_was_deleted_is_not_trained_over(settings, tmp_path):
+    train(check({**settings, "output": str(tmp_path / "run")}))
+    folder = RunFolder(tmp_path / "run")
     folder.settings.unlink()
     folder.result.unlink()
-    train(check({**settings, **options, "seed": 1, "output": str(tmp_path / "old")}))
-    one, other = weights(tmp_path / "old"), weights(tmp_path / "new")
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    before = weights(folder.path)
+    with pytest.raises(nalora.NALoRAError, match="run.yaml is missing"):
+        train(check({**settings, "seed": 1, "output": str(tmp_path / "run")}))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder.path).items())
 
 
 @pytest.mark.parametrize("options", [*ELEVEN, *CONTROLS], ids=called)

@@ -191,3 +191,31 @@ def test_killed_while_the_two_change_places_one_of_them_is_found(job, without_we
     assert folder.adapter.is_dir()
     assert read_run(folder).settings.output == str(folder.path)
     assert folders(job) == {"run"}
+
+
+def test_what_is_not_the_run_s_own_moves_to_the_new_one(job, without_weights):
+    """Notes, reports and other evaluations of a run that is trained again are somebody's work."""
+    old, elsewhere = Store(job.store).folder("run").path, Path(job.store) / "elsewhere"
+    elsewhere.mkdir()
+    mine = ("notes.txt", "report.html", "evaluations/other/adapted-0/summary.json", "checkpoints/best/a.pt")
+    for name in mine:
+        (old / name).parent.mkdir(parents=True, exist_ok=True)
+        (old / name).write_text("mine")
+    (old / "link").symlink_to(elsewhere)
+    stranger = Path(job.store) / f"{job.key}.again" / "mine.txt"
+    stranger.parent.mkdir()
+    stranger.write_text("mine")
+    work(asking(job, VALIDATION, TEST))
+    assert Store(job.store).result("run").has(TEST)
+    assert [(old / name).read_text() for name in mine] == ["mine"] * len(mine)
+    assert (old / "link").readlink() == elsewhere
+    assert [each.name for each in stranger.parent.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_of_somebody_else_s_next_to_a_run_is_not_taken_for_its_repetition(job, without_weights):
+    aside = Path(job.store) / f"{job.key}.again"
+    for name in ("old/a", "new/a"):
+        (aside / name).parent.mkdir(parents=True)
+        (aside / name).write_text("mine")
+    work(job)
+    assert sorted(str(each.relative_to(aside)) for each in aside.rglob("*")) == ["new", "new/a", "old", "old/a"]

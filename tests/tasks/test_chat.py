@@ -471,3 +471,13 @@ def test_a_real_server_rates_and_the_record_holds(transformers_server, data_dir,
 
     unreachable = tasks.get("mt-bench", judge_url="http://127.0.0.1:9/v1", **settings)
     assert unreachable.score(task.test_examples()[1], ["one", "two"])["rating"] == 7.0, "all of it was kept"
+
+
+def test_a_file_without_judgements_is_not_written_to(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("my notes\n")
+    with pytest.raises(NALoRAError, match="a file without judgements"):
+        Judgements(file)
+    file.write_text('{"key": "cut sho')  # as a kill leaves the very first one
+    Judgements(file).add("k", "a")
+    assert Judgements(file).answer("k") == "a"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import nalora
+from nalora.training import checkpoints
 from nalora.training.claim import claimed
 from nalora.training.folder import RunFolder
 from nalora.training.settings import check
@@ -18,9 +21,16 @@ def folder(tmp_path):
 
 
 def start(folder, do, *, resume=False, **settings):
-    with claimed(folder, check({**SETTINGS, **settings}), resume=resume, device="cpu") as checkpoint:
+    with claimed(folder, check({**SETTINGS, **settings}), resume=resume, device="cpu") as claim:
         do()
-    return checkpoint
+    return claim.checkpoint
+
+
+def checkpoint(folder, step):
+    place = folder.checkpoints / f"checkpoint-{step}"
+    checkpoints.begin(place)
+    (place / "trainer_state.json").write_text("{}")
+    return place
 
 
 def fail(error=RuntimeError):
@@ -33,7 +43,11 @@ def test_a_start_that_fails_leaves_nothing(folder, error):
         folder.snapshot(0).mkdir(parents=True)
         folder.gates.write_text('{"blocks": []}\n')
         folder.metrics.write_text("")
-        (folder.checkpoints / "checkpoint-1").mkdir(parents=True)  # without the mark that it is whole
+        folder.start.mkdir()
+        (folder.start / "start.safetensors").write_bytes(b"")
+        (folder.checkpoints / "runs" / "today").mkdir(parents=True)
+        (folder.checkpoints / "runs" / "today" / "events.out.tfevents.1.host").write_bytes(b"tensorboard's")
+        checkpoint(folder, 1)  # without the mark that it is whole
         fail(error)
 
     with pytest.raises(error):
@@ -43,12 +57,53 @@ def test_a_start_that_fails_leaves_nothing(folder, error):
     assert folder.settings.is_file()
 
 
-def test_other_files_stay(folder):
+def test_an_empty_folder_of_the_user_s_stays(folder):
     folder.path.mkdir(parents=True)
-    (folder.path / "notes.txt").write_text("mine")
     with pytest.raises(RuntimeError):
         start(folder, fail)
-    assert [each.name for each in folder.path.iterdir()] == ["notes.txt"]
+    assert list(folder.path.iterdir()) == []
+
+
+def test_files_that_somebody_puts_there_meanwhile_stay(folder):
+    def somebody_writes():
+        for name in ("notes.txt", "checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "snapshots/a"):
+            (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder.path / name).write_text("mine")
+        fail()
+
+    with pytest.raises(RuntimeError):
+        start(folder, somebody_writes)
+    left = sorted(str(each.relative_to(folder.path)) for each in folder.path.rglob("*") if each.is_file())
+    assert left == ["checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "notes.txt", "snapshots/a"]
+
+
+def test_a_start_killed_at_its_very_beginning_can_be_repeated(folder):
+    folder.mark()
+    (folder.path / ".environment.json.123").write_text("{")
+    start(folder, lambda: None)
+    assert folder.settings.is_file()
+
+
+def test_remains_without_run_yaml_are_not_touched(folder):
+    start(folder, lambda: folder.metrics.write_text('{"step": 1}\n'))
+    folder.settings.unlink()
+    with pytest.raises(nalora.NALoRAError, match="a run whose run.yaml is missing"):
+        start(folder, lambda: None)
+    assert folder.metrics.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_one_sentence(folder):
+    folder.path.parent.mkdir(mode=0o500)
+    with pytest.raises(nalora.NALoRAError, match="cannot be written"):
+        start(folder, lambda: None)
+
+
+def test_a_parent_that_is_a_file_is_one_sentence(folder):
+    folder.path.parent.write_text("mine")
+    with pytest.raises(nalora.NALoRAError, match="cannot be written"):
+        start(folder, lambda: None)
+    assert folder.path.parent.read_text() == "mine"
 
 
 @pytest.mark.parametrize("trace", ["metrics", "checkpoint"])
@@ -57,8 +112,7 @@ def test_a_run_that_has_trained_can_be_resumed(folder, trace):
         if trace == "metrics":
             folder.metrics.write_text('{"step": 1, "loss": 2.0}\n')
         else:
-            (folder.checkpoints / "checkpoint-1").mkdir(parents=True)
-            (folder.checkpoints / "checkpoint-1" / "complete").touch()
+            checkpoints.complete(checkpoint(folder, 1))
         fail()
 
     with pytest.raises(RuntimeError):

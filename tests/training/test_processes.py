@@ -34,6 +34,7 @@ from launched import (
 )
 from tasks.test_clip import saved_clip
 
+from nalora.training import checkpoints
 from nalora.training.folder import RunFolder, read_jsonl
 from nalora.training.run import train
 from nalora.training.settings import check
@@ -223,3 +224,19 @@ def process_of(launcher: int, rank: int) -> int:
         if f"RANK={rank}".encode() in environment.split(b"\0"):
             return int(status.parent.name)
     raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.slow
+def test_the_first_process_decides_when_to_save_by_the_clock(base, tmp_path):
+    """Clocks of processes differ; none waits for a checkpoint that the others do not write."""
+    given = settings(base) | {"steps": 150, "save_minutes": 1e-6, "output": str(tmp_path / "run")}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(given))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nalora.cli"]
+    subprocess.run([*launch, "train", str(file)], env=environment, check=True, timeout=180)
+    folder = RunFolder(given["output"])
+    kept = checkpoints.marked_complete(folder.checkpoints)
+    assert 1 <= len(kept) <= 2
+    assert all(checkpoints.damage(each) is None and len(list(each.glob("rng_state_*.pth"))) == 2 for each in kept)
+    assert not (folder.path / ".nalora-lock.json").exists()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from stopped_runs import train_and_stop
 
 import nalora
+from nalora.training.checkpoints import complete
 from nalora.training.folder import RunFolder
 from nalora.training.run import train
 from nalora.training.settings import check
@@ -105,6 +106,7 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(settings, monke
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert so_far["seconds"] >= rows[-1]["seconds"]
     file.write_text(json.dumps({**so_far, "seconds": 1000.0}))
+    complete(file.parent)
     assert 1000 < train(run, resume=True)["seconds"] < 1100
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert [row["seconds"] > 1000 for row in rows] == [False] * 3 + [True] * 3
@@ -113,7 +115,9 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(settings, monke
 def test_a_checkpoint_without_sums_is_resumed_from_all_the_same(settings, monkeypatch):
     run = check(settings)
     train_and_stop(run, monkeypatch, after=4)
-    (RunFolder(settings["output"]).checkpoints / "checkpoint-4" / "so_far.json").unlink()
+    checkpoint = RunFolder(settings["output"]).checkpoints / "checkpoint-4"
+    (checkpoint / "so_far.json").unlink()
+    complete(checkpoint)
     losses = train(run, resume=True)["train_loss"]
     assert losses == pytest.approx(sum(row["loss"] for row in metrics(settings["output"])[4:]) / 2, rel=1e-6)
 
