@@ -129,7 +129,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     A key's bias adds the same to every score of a query, so its gradient is zero but for rounding: no norm to go by.
     """
     assert one.keys() == other.keys()
-    smallest = {k: 1e-6 if k.endswith("k_proj.bias") else 1e-30 for k in one}
+    smallest = {k: 1e-2 if k.endswith("k_proj.bias") else 1e-30 for k in one}
     return max(((one[k] - other[k]).norm() / one[k].norm().clamp_min(smallest[k])).item() for k in one)
 
 
