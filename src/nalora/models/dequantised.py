@@ -136,7 +136,7 @@ def _make(gguf: Path, header: Header, folder: Path) -> None:
         _dequantise(gguf, header, making)
         names = sorted(file.name for file in making.iterdir())
         manifest = {name: _entry(making / name) for name in names}
-        whole_files.write(making / _MANIFEST, json.dumps(manifest, indent=1))
+        whole_files.write(making / _MANIFEST, whole_files.json_text(manifest, indent=1))
         making.chmod(0o755)  # mkdtemp lets only its owner in, and caches are shared
         _move(making, folder, [*names, _MANIFEST])
     finally:
@@ -222,7 +222,7 @@ def _write_ends(header: Header, folder: Path) -> None:
         return
     file = folder / "generation_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    whole_files.write(file, json.dumps({**config, "eos_token_id": ends}, indent=2) + "\n")
+    whole_files.write(file, whole_files.json_text({**config, "eos_token_id": ends}, indent=2) + "\n")
 
 
 def _unreadable(gguf: Path, header: Header, error: Exception) -> NALoRAError:
