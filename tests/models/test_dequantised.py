@@ -170,6 +170,15 @@ def test_without_room_or_package_nothing_is_made(file, cache, monkeypatch):
     assert not [each for each in cache.iterdir() if each.is_dir()]
 
 
+def test_a_cache_that_cannot_be_written_is_one_sentence(file, tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("a file")
+    with monkeypatch.context() as patched:
+        patched.setenv("NALORA_CACHE", str(tmp_path / "taken"))
+        with pytest.raises(nalora.NALoRAError, match="set NALORA_CACHE") as raised:
+            dense_folder(file)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_truncated_file_is_one_sentence(file, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-2_000])

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from nalora import whole_files
 from nalora.cache import cache_folder
@@ -52,10 +53,19 @@ def dense_folder(gguf: Path) -> Path:
     folder = place_of(gguf)
     if _is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(folder):
-        if not _is_whole(folder):  # another process may have made it meanwhile
-            _make(gguf, header, folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder):
+            if not _is_whole(folder):  # another process may have made it meanwhile
+                _make(gguf, header, folder)
+    except (OSError, SafetensorError) as error:  # reading has errors of its own: this is the cache
+        reason = getattr(error, "strerror", None) or str(error)
+        raise NALoRAError(
+            str(gguf),
+            found=f"no way to write its dense weights into {folder.parent} ({reason})",
+            expected="a cache that can be written, with room for 4 bytes a parameter",
+            fix="set NALORA_CACHE to a folder on another disk",
+        ) from error
     return folder
 
 
@@ -206,9 +216,10 @@ def _dequantise(gguf: Path, header: Header, folder: Path) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # transformers draws this progress bar past its own switch
             model = auto.from_pretrained(**source, **dense, dtype=torch.float32)
             tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-            model.save_pretrained(folder)
     except Exception as error:  # a file may hold anything, and readers share no type of error
         raise _unreadable(gguf, header, error) from error
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)
     follow_header(tokenizer, header)
     tokenizer.save_pretrained(folder)
     refuse_unless_followed(transformers.AutoTokenizer.from_pretrained(folder), header, gguf)

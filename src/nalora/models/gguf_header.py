@@ -71,6 +71,13 @@ def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             header = _parsed(_Reader(file, there), path)
+    except OSError as error:
+        raise NALoRAError(
+            str(path),
+            found=error.strerror or str(error),
+            expected="a file that can be read",
+            fix="check its permissions",
+        ) from error
     except _EndsError:
         raise _truncated(path, f"{there:,} bytes, which end inside the header") from None
     if there < header.size:
