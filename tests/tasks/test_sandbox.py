@@ -58,12 +58,18 @@ HOSTILE = {
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.fork(): os._exit(0)\n"
         "os.setsid()\nif os.fork(): os._exit(0)\ntime.sleep(600)"
     ),
-    "becomes another program": "import os\nos.execv('/bin/sleep', ['sleep', '600'])",
+    "becomes another program": (
+        "import os, sys\nos.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(600)'])"
+    ),
     "fills the disk": "for i in range(10**9): open(f'{i}', 'wb').write(bytes(1 << 20))",
     "very many files": "for i in range(10**9): open(f'{i}', 'x')",
     "very many folders": "import os\nwhile True:\n    os.mkdir('x'); os.chdir('x')",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n" + WRONG,
     "interrupts its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n" + WRONG,
+    "interrupts the first process": "import os, signal\nos.kill(1, signal.SIGINT)\n" + WRONG,
+    "takes the judge's memory": (
+        "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_AS, (1 << 20, 1 << 20))\n" + RIGHT
+    ),
     "kills all processes": "import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(0, signal.SIGKILL)\n" + WRONG,
     "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return f(x + 1)",
     "deep answer": "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
@@ -212,7 +218,93 @@ def test_no_network():
             server.accept()
     assert "Error" in attempt("import socket\nsocket.getaddrinfo('example.org', 80)").reason
     program = "import socket\nsocket.socket(socket.AF_UNIX).connect('/run/docker.sock')"
-    assert "FileNotFoundError" in attempt(program).reason
+    assert "PermissionError" in attempt(program).reason
+
+
+WAYS = sandbox._ways()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_signal_ends_the_evaluation(way):
+    """Under bubblewrap the supervisor is process 1, and Python gives SIGINT a handler."""
+    program = """
+import os
+for number in range(1, 65):
+    if number not in (9, 19):  # these would end the program itself where it is process 1's only child
+        try:
+            os.kill(1, number)
+        except OSError:
+            pass
+def f(x): return 0
+"""
+    outcome = sandbox._launch(way, program, TESTS, ["f"], "", Limits(wall_seconds=5))
+    assert not outcome.passed
+    assert "AssertionError" in outcome.reason
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_family_of_sockets_can_be_had(way):
+    """AF_VSOCK is in no network namespace: it leads from a virtual machine to its host."""
+    program = """
+import socket
+made = []
+for family in range(64):
+    for kind in (1, 2, 3, 5):
+        for protocol in (0, 16):
+            try:
+                made.append((family, socket.socket(family, kind, protocol)))
+            except OSError:
+                pass
+    if family != socket.AF_UNIX:
+        try:
+            made.append((family, socket.socketpair(family)))
+        except OSError:
+            pass
+print(made)
+"""
+    assert sandbox._launch(way, program, "", (), "", Limits()).output == "[]\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_socket_buffers_hold_little_outside_the_memory_limit(way):
+    program = """
+import array, os, socket
+pairs, held = [], 0
+def fill(end):
+    global held
+    end.setblocking(False)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        try:
+            end.setsockopt(socket.SOL_SOCKET, option, 1 << 30)
+        except OSError:
+            pass
+    try:
+        while True:
+            held += end.send(bytes(1 << 14))
+    except OSError:
+        pass
+for _ in range(2_000):
+    try:
+        pair = socket.socketpair()
+    except OSError:
+        if not pairs:
+            break
+        # Sent through another, a socket needs no descriptor of this process.
+        one, two = pairs.pop()
+        try:
+            carrier = pairs[0]
+            carrier[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [one.fileno()]))])
+        except OSError:
+            break
+        one.close(); two.close()
+        continue
+    for end in pair:
+        fill(end)
+    pairs.append(pair)
+print(held)
+"""
+    held = int(sandbox._launch(way, program, "", (), "", Limits()).output)
+    assert 0 < held < 32 << 20
 
 
 def test_writes_only_to_the_temporary_folder(tmp_path):

@@ -107,7 +107,7 @@ class IsolatedScorer:
         # Made for every way, used by "unsafe" alone: in a namespace the folder of this name is another one.
         folder = tempfile.TemporaryDirectory(prefix="nalora-")
         command = sandbox.command(
-            "scorer", folder.name, limits=self.limits, unsafe=self.unsafe, packages=_package_folders()
+            "scorer", folder.name, limits=self.limits, unsafe=self.unsafe, packages=("reasoning_gym",)
         )
         # One thread: those of a linear algebra library would not live through a fork.
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -155,11 +155,3 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
             with contextlib.suppress(BrokenPipeError):  # of what was still to be sent
                 stream.close()
     folder.cleanup()
-
-
-def _package_folders() -> list[str]:
-    """Where installed packages lie, and reasoning-gym, should that be elsewhere."""
-    package = find_spec("reasoning_gym")
-    own = [str(Path(package.origin).parent.parent)] if package is not None and package.origin is not None else []
-    installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    return [path for path in dict.fromkeys([*installed, *own]) if os.path.isdir(path)]

@@ -7,6 +7,7 @@ from what the machine allows: namespaces made directly (by root, or through a us
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
+from nalora.tasks import sandbox_view
 from nalora.whole_files import json_text
 
 _FOLDER = Path(__file__).parent / "sandboxed"
@@ -30,6 +32,8 @@ _START = (
     "import sys, types; sys.path.remove(''); package = sys.modules['sandboxed'] = types.ModuleType('sandboxed'); "
     "package.__path__ = [sys.argv[1]]; from sandboxed.{module} import main; main()"
 )
+# Where bubblewrap shows that folder: not in its own place, which may lie in the program's writable folder.
+_CODE_PLACE = "/sandboxed"
 # The supervisor keeps the time itself; this is for a machine so busy that it does not get to.
 _GRACE_SECONDS = 30
 
@@ -132,13 +136,13 @@ def command(module: str, folder: str, *, limits: Limits, unsafe: bool, packages:
         folder: where an unsafe one may write; an isolated one has its own.
         limits: what it may use.
         unsafe: without isolation: limits alone.
-        packages: folders of installed packages that it may read.
+        packages: importable packages that it may use, with all that they require.
 
     Raises:
         NALoRAError: this machine cannot isolate programs, as `check` says.
     """
     way = "unsafe" if unsafe else _isolation()
-    return _command(way, module, folder if unsafe else "/tmp", limits, packages)
+    return _command(way, module, folder, limits, packages)
 
 
 _chosen: list[str] = []
@@ -190,6 +194,14 @@ for folder in ("/", "/usr", "/dev", "/etc", PREFIX):
         pass
 if os.path.exists(FILE):
     print("it sees our files")
+for folder, names, files in os.walk(os.path.dirname(os.__file__)):
+    if os.path.basename(folder) in ("site-packages", "dist-packages") and (names or files):
+        print(f"it sees the packages in {folder}")
+try:
+    socket.socket(socket.AF_UNIX)
+    print("it can make sockets")
+except OSError:
+    pass
 open("file", "w").write("it may write here")
 if os.environ:
     print(f"it sees the environment: {list(os.environ)}")
@@ -226,7 +238,8 @@ def _fault(way: str) -> str | None:
 def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude: str, limits: Limits) -> Outcome:
     job = {"program": program, "tests": tests, "entries": list(entries), "prelude": prelude}
     # In a namespace the temporary folder is a file system of its own, and gone with it.
-    with tempfile.TemporaryDirectory(prefix="nalora-") if way == "unsafe" else _InNamespace() as folder:
+    unsafe_folder = tempfile.TemporaryDirectory(prefix="nalora-") if way == "unsafe" else contextlib.nullcontext("")
+    with unsafe_folder as folder:
         try:
             # The seed: a program that depends on the order of a set gets one verdict, not two.
             ended = subprocess.run(
@@ -244,11 +257,17 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
 
 
 def _command(way: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
-    settings = json_text({"way": way, "limits": asdict(limits), "folder": folder, "packages": list(packages)})
+    seen = sandbox_view.view(tuple(packages)) if way != "unsafe" else sandbox_view.View((), (), folder)
+    importable = [sandbox_view.PACKAGES] if way != "unsafe" else _parents(packages)
+    settings = {"way": way, "limits": asdict(limits), "view": asdict(seen), "packages": importable if packages else []}
+    code = _CODE_PLACE if way == "bubblewrap" else str(_FOLDER)
     # -S: no packages of ours, but those that are named.
-    start = _START.format(module=module)
-    command = [os.path.realpath(sys.executable), "-s", "-S", "-c", start, str(_FOLDER), settings]
-    return [*_bubblewrap(limits, packages), *command] if way == "bubblewrap" else command
+    start = [sandbox_view.interpreter(), "-s", "-S", "-c", _START.format(module=module), code, json_text(settings)]
+    return [*_bubblewrap(limits, seen), *start] if way == "bubblewrap" else start
+
+
+def _parents(packages: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(str(path.parent) for path in sandbox_view.package_files(packages)))
 
 
 def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
@@ -267,26 +286,6 @@ def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
     return Outcome(**fields)
 
 
-class _InNamespace:
-    def __enter__(self) -> str:
-        return "/tmp"
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def _bubblewrap(limits: Limits, packages: Sequence[str]) -> list[str]:
-    """bubblewrap with the same folders as `isolation.enter` shows, and our code."""
+def _bubblewrap(limits: Limits, seen: sandbox_view.View) -> list[str]:
     command = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
-    shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", sys.base_prefix]
-    for source in dict.fromkeys(shown):
-        if os.path.islink(source):
-            command += ["--symlink", os.readlink(source), source]
-        else:
-            command += ["--ro-bind-try", source, source]
-    command += ["--dir", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    command += ["--size", str(limits.disk_bytes), "--tmpfs", "/tmp"]
-    # After /tmp, in which they may lie.
-    for source in (str(_FOLDER), *packages):
-        command += ["--ro-bind", source, source]
-    return [*command, "--remount-ro", "/", "--cap-drop", "ALL"]
+    return [*command, *sandbox_view.bubblewrap(seen, limits.disk_bytes, _FOLDER, _CODE_PLACE), "--cap-drop", "ALL"]

@@ -12,10 +12,10 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 Limits = dict[str, int]
+View = dict[str, Any]
 
 _NEWNS, _NEWUTS, _NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -30,35 +30,40 @@ _DEVICES = ("null", "zero", "random", "urandom")
 # a /proc of its own the program cannot look at other processes at all.
 _NEW_ROOT = "/proc"
 
-# By architecture: its number in the filter, then the system calls that would hold memory outside all limits (memfd,
-# System V), make new namespaces and mounts with fresh rights, or look into other processes.
+# By architecture: its number in the filter; clone, socketpair and prlimit64, which depend on their arguments; then the
+# system calls that would hold memory outside all limits (memfd, System V, inotify, large socket buffers, descriptors
+# sent through sockets), reach what no namespace isolates (a socket of the family AF_VSOCK leads to the host of
+# a virtual machine), make new namespaces and mounts with fresh rights, or look into other processes.
 _FILTERED = {
     "x86_64": (
         0xC000003E,
-        56,  # clone
-        (101, 310, 311, 29, 64, 68, 240, 319, 165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250),
+        (56, 53, 302),
+        (101, 310, 311, 29, 64, 68, 240, 319, 165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250)
+        + (41, 46, 54, 307, 253, 294, 300),
     ),
     "aarch64": (
         0xC00000B7,
-        220,
-        (117, 270, 271, 194, 190, 186, 180, 279, 40, 39, 41, 51, 97, 268, 280, 241, 282, 217, 218, 219),
+        (220, 199, 261),
+        (117, 270, 271, 194, 190, 186, 180, 279, 40, 39, 41, 51, 97, 268, 280, 241, 282, 217, 218, 219)
+        + (198, 211, 208, 269, 26, 262),
     ),
 }
 # io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr, memfd_secret: the same numbers everywhere.
 _FILTERED_EVERYWHERE = (425, 428, 429, 430, 432, 442, 447)
 _CLONE3 = 435
+_AF_UNIX = 1
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
-def enter(way: str, limits: Limits, packages: Sequence[str] = ()) -> None:
-    """New namespaces for this process and its children, and a root of read-only folders with one writable /tmp.
+def enter(way: str, limits: Limits, view: View) -> None:
+    """New namespaces for this process and its children, and a root of read-only files with one writable folder.
 
     Args:
         way: "root" when this is the real root, else "user", which makes a user namespace to have the right; the
             other ways need nothing here.
         limits: the fields of `nalora.tasks.sandbox.Limits`.
-        packages: folders of installed packages that are shown besides the interpreter's own, where `seen_at` says.
+        view: the fields of `nalora.tasks.sandbox_view.View`.
 
     Raises:
         OSError: the system refuses one of the steps; the text names it.
@@ -73,54 +78,43 @@ def enter(way: str, limits: Limits, packages: Sequence[str] = ()) -> None:
         for file, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
             with open(f"/proc/self/{file}", "w") as map_file:
                 map_file.write(text)
-    _build_root(limits, packages)
+    _build_root(limits, view)
 
 
-def _build_root(limits: Limits, packages: Sequence[str]) -> None:
+def _build_root(limits: Limits, view: View) -> None:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _NEW_ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
     os.umask(0o022)
-    for folder in ("tmp", "proc", "dev", "etc"):
-        os.mkdir(f"{_NEW_ROOT}/{folder}")
-    for device in _DEVICES:
-        _touch(f"{_NEW_ROOT}/dev/{device}")
-    # What an interpreter needs to import its standard library; no home, no /etc, no /var, no /run.
-    shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", sys.base_prefix, sys.base_exec_prefix]
-    for source in dict.fromkeys(shown):
-        inside = _NEW_ROOT + source
-        if os.path.lexists(inside) or not os.path.exists(source):
-            continue
-        if os.path.islink(source):
-            os.symlink(os.readlink(source), inside)
-        else:
-            os.makedirs(inside)
-            _mount(source, inside, None, _MS_BIND | _MS_REC)
-    for source, place in zip(packages, _places(packages), strict=True):
-        os.makedirs(_NEW_ROOT + place)
-        _mount(source, _NEW_ROOT + place, None, _MS_BIND | _MS_REC)
-    if os.path.exists("/etc/ld.so.cache"):
-        _touch(f"{_NEW_ROOT}/etc/ld.so.cache")
-        _mount("/etc/ld.so.cache", f"{_NEW_ROOT}/etc/ld.so.cache", None, _MS_BIND)
+    folder = _NEW_ROOT + view["folder"]
+    for place in (folder, *(f"{_NEW_ROOT}/{name}" for name in ("proc", "dev", "empty"))):
+        os.makedirs(place)
+    for file in (*(f"{_NEW_ROOT}/dev/{device}" for device in _DEVICES), f"{_NEW_ROOT}/empty-file"):
+        _touch(file)
+    for source, place in view["shown"]:
+        _show(source, _NEW_ROOT + place)
+    for place in view["hidden"]:
+        empty = "empty" if os.path.isdir(_NEW_ROOT + place) else "empty-file"
+        _mount(f"{_NEW_ROOT}/{empty}", _NEW_ROOT + place, None, _MS_BIND)
     attributes = struct.pack("QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     _system_call(_SYS_MOUNT_SETATTR, "mount_setattr", -1, _NEW_ROOT.encode(), _AT_RECURSIVE, attributes, 32)
     for device in _DEVICES:
         _mount(f"/dev/{device}", f"{_NEW_ROOT}/dev/{device}", None, _MS_BIND)
     options = f"mode=1777,size={limits['disk_bytes']},nr_inodes={limits['files']}"
-    _mount("tmpfs", f"{_NEW_ROOT}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir(_NEW_ROOT)
     # Old and new root on the same place; then the old one, which lies on top, is taken off.
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
-    os.chdir("/tmp")
+    os.chdir(view["folder"])
 
 
-def seen_at(way: str, packages: Sequence[str]) -> list[str]:
-    """Where folders of packages are found after `enter`: not in their place, which may lie in /tmp."""
-    return _places(packages) if way in ("root", "user") else list(packages)
-
-
-def _places(packages: Sequence[str]) -> list[str]:
-    return [f"/packages/{place}" for place in range(len(packages))]
+def _show(source: str, place: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        _touch(place)
+    _mount(source, place, None, _MS_BIND | _MS_REC)
 
 
 def confine(way: str, limits: Limits) -> None:
@@ -143,7 +137,7 @@ def confine(way: str, limits: Limits) -> None:
         ("CPU", limits["cpu_seconds"]),
         ("FSIZE", limits["disk_bytes"]),
         ("NPROC", processes),
-        ("NOFILE", 128),
+        ("NOFILE", 64),
         ("CORE", 0),
         ("MSGQUEUE", 0),
     ):
@@ -191,7 +185,7 @@ def _filter_system_calls() -> None:
     machine = os.uname().machine
     if machine not in _FILTERED:
         raise OSError(f"no system call filter for {machine}")
-    architecture, clone, refused = _FILTERED[machine]
+    architecture, (clone, socketpair, prlimit), refused = _FILTERED[machine]
     load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, not_permitted, not_there = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     # Each test is followed by the answer for when it holds, and jumps over that one when it does not.
@@ -202,6 +196,10 @@ def _filter_system_calls() -> None:
         steps += [(equal, 0, 1, number), (give, 0, 0, not_permitted)]
     # The arguments of clone3 lie in memory, where no filter can look; the C library falls back to clone.
     steps += [(equal, 0, 1, _CLONE3), (give, 0, 0, not_there)]
+    # Pairs of local sockets, which asyncio needs, and the own limits alone: a judge without memory could be misled.
+    for number, argument in ((socketpair, _AF_UNIX), (prlimit, 0)):
+        steps += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, argument)]
+        steps += [(give, 0, 0, allow), (give, 0, 0, not_permitted)]
     steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ANY_NAMESPACE), (give, 0, 0, not_permitted)]
     steps += [(give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))

@@ -28,10 +28,12 @@ _LONGEST_MARK = 64
 
 def main() -> None:
     """Isolate, then serve until the input ends."""
+    # Not to be interrupted from inside its namespace, see the supervisor.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = json.loads(sys.argv[-1])
-    way, limits, folder, packages = (settings[name] for name in ("way", "limits", "folder", "packages"))
+    way, limits, view, packages = (settings[name] for name in ("way", "limits", "view", "packages"))
     try:
-        isolation.enter(way, limits, packages)
+        isolation.enter(way, limits, view)
         isolation.hide_memory()
     except OSError as error:
         return _say(f"setup: {error}")
@@ -44,9 +46,8 @@ def main() -> None:
             os.waitpid(child, 0)
             return
         isolation.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.path += isolation.seen_at(way, packages)
-    serve(way, limits, folder)
+    sys.path += packages
+    serve(way, limits, view["folder"])
 
 
 def serve(way: str, limits: isolation.Limits, folder: str) -> None:

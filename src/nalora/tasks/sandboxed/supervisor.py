@@ -24,10 +24,13 @@ _TAIL = 4096
 
 def main() -> None:
     """One run."""
+    # Under bubblewrap this is the first process of the namespace, which no signal from inside reaches unless it has
+    # a handler, and Python gives SIGINT one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = json.loads(sys.argv[-1])
-    way, limits, folder = settings["way"], settings["limits"], settings["folder"]
+    way, limits, view = settings["way"], settings["limits"], settings["view"]
     try:
-        isolation.enter(way, limits)
+        isolation.enter(way, limits, view)
         isolation.die_with_parent()
         isolation.hide_memory()
     except OSError as error:
@@ -37,7 +40,7 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         try:
-            judge(way, limits, folder, verdict_out, output_out)
+            judge(way, limits, view["folder"], verdict_out, output_out)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(verdict_out, f"{type(error).__name__}: {error}"[:500].encode())
