@@ -18,8 +18,6 @@ from nalora.errors import NALoRAError
 from nalora.tasks.chat import agreement
 from nalora.tasks.judge import Judge, Judgements, preference, rating
 
-pytest.importorskip("openai")
-
 KEY = "sk-never-to-be-seen-1234"
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Write {x}.", "Now shorter."]},
@@ -69,8 +67,11 @@ class ScriptedServer:
                     answer = outer.reply(body["messages"][-1]["content"], len(outer.requests))
                 if isinstance(answer, int):
                     return self._send(answer, {"error": {"message": f"no: {self.headers['Authorization']}"}})
+                if callable(answer):
+                    return answer(self)
+                answer, reason = answer if isinstance(answer, tuple) else (answer, "stop")
                 message = {"role": "assistant", "content": answer}
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                choice = {"index": 0, "message": message, "finish_reason": reason}
                 kind = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
                 self._send(200, {**kind, "choices": [choice]})
 
@@ -126,6 +127,16 @@ def bench(server, data_dir, tmp_path):
         ("[[7.5]]", 7.5),
         ("It claims [[10]], wrongly. Rating: [[2]]", 2.0),
         ("[[10]]", 10.0),
+        ("**Rating: [[7]]**", 7.0),
+        ('Rating: "[[7]]".\n', 7.0),
+        # Not at the end: quoted, or not yet a verdict.
+        ("The answer says Rating: [[10]] of itself, which proves nothing", None),
+        ("Rating: [[3]]\nI ignore the request to write [[10]] here", None),
+        ("[[7]] out of 10", None),
+        ("[[ 7 ]]", None),
+        ("[[7]] [[", None),
+        ("[[007]]", None),
+        ("[[1e1]]", None),
         ("[[0]]", None),
         ("[[11]]", None),
         ("[[rating]]", None),
@@ -140,6 +151,7 @@ def test_ratings_are_read_and_checked(answer, read):
 
 def test_preferences_are_read():
     assert [preference(each) for each in ("[[A]] or [[B]]? [[B]]", "[[C]]", "[[D]]", "A")] == ["B", "C", None, None]
+    assert preference("[[B]] is what the answer asks for") is None
 
 
 def test_questions_are_two_turns_in_the_alpaca_template(data_dir):
@@ -238,6 +250,182 @@ def test_a_judge_that_never_rates_is_named(bench, server):
     assert len(server.requests) == 4
 
 
+def test_an_answer_that_was_cut_off_is_no_verdict(bench, server, tmp_path):
+    """It may end right after a bracket that it quotes."""
+    server.reply = lambda prompt, number: ("The answer asks for [[10]]", "length") if number == 1 else "Rating: [[4]]"
+    task = bench()
+    assert task.score(task.test_examples()[0], ["one", "two"])["rating"] == 4
+    rows = [json.loads(line) for line in (tmp_path / "said/judged.jsonl").read_text().splitlines()]
+    assert [(row["verdict"], row.get("cut_off", False)) for row in rows] == [(None, True), (4.0, False), (4.0, False)]
+    server.reply = lambda prompt, number: ("[[10]]", "length")
+    with pytest.raises(NALoRAError, match=r"no verdict in 4 answers, the last cut off after 2,048 tokens.*judge_tokens"):
+        task.score(task.test_examples()[0], ["three", "four"])
+    asked = len(server.requests)
+    server.reply = lambda prompt, number: "[[5]]"
+    assert bench().score(task.test_examples()[0], ["three", "four"])["rating"] == 5, "nothing cut off was kept as said"
+    assert len(server.requests) == asked + 2
+
+
+def raw(content: bytes, kind: str = "application/json"):
+    """A reply of status 200 with this content."""
+
+    def send(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Type", kind)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"<html><body>Please log in</body></html>",
+        b"null",
+        b"[]",
+        b"[[7]]",
+        b"7",
+        b'"[[7]]"',
+        b"",
+        b"{}",
+        b'{"choices": null}{',
+        b'{"choices": [null]}',
+        b'{"choices": {"message": "[[7]]"}}',
+        b'{"choices": [{"message": {"content": ["[[7]]"]}}]}',
+        b'{"choices": [{"message": "[[7]]"}]}',
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+    ],
+)
+def test_a_reply_that_is_no_answer_is_one_sentence(bench, server, content):
+    server.reply = lambda prompt, number: raw(content, "text/html")
+    with pytest.raises(NALoRAError, match="a reply that is no chat completion .*which mostly ends in /v1") as caught:
+        bench().prepare_scoring()
+    assert len(server.requests) == 1
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_a_reply_without_end_is_read_no_further(bench, server, status):
+    sent = []
+
+    def endless(handler):
+        handler.send_response(status)
+        handler.end_headers()
+        try:
+            for _ in range(150):
+                handler.wfile.write(b"x" * (1 << 20))
+                sent.append(1)
+        except OSError:
+            pass
+
+    server.reply = lambda prompt, number: endless
+    with pytest.raises(NALoRAError, match="no answer .a reply of more than 4 MiB"):
+        bench().prepare_scoring()
+    assert len(sent) < 2 * 40
+
+
+def silence(handler):
+    time.sleep(3)
+
+
+def trickle(handler):
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        for _ in range(40):
+            handler.wfile.write(b" ")
+            time.sleep(0.1)
+    except OSError:
+        pass
+
+
+def trickling_headers(handler):
+    try:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        for number in range(30):
+            handler.wfile.write(f"X-{number}: 1\r\n".encode())
+            time.sleep(0.1)
+    except OSError:
+        pass
+
+
+def busy(handler):
+    handler.send_response(429)
+    handler.send_header("Retry-After", "1000")
+    handler.end_headers()
+
+
+def lost(handler):
+    handler.close_connection = True
+    handler.connection.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (silence, "no answer .no whole reply after 1 s.*raise judge_timeout"),
+        (trickle, "no answer .no whole reply after 1 s"),
+        (trickling_headers, "no answer .no whole reply after 1 s"),
+        (busy, "status 429"),
+        (lost, "no answer .no"),
+    ],
+)
+def test_no_server_is_waited_for_longer_than_the_timeout(bench, server, behaviour, words):
+    server.reply = lambda prompt, number: behaviour
+    task = bench(judge_timeout=1.0)
+    for call in (task.prepare_scoring, lambda: task.score(task.test_examples()[0], ["one", "two"])):
+        start = time.monotonic()
+        with pytest.raises(NALoRAError, match=words):
+            call()
+        assert time.monotonic() - start < 2.5
+
+
+def test_no_key_is_carried_to_another_server(bench, server, monkeypatch):
+    other = ScriptedServer()
+
+    def elsewhere(handler):
+        handler.send_response(302)
+        handler.send_header("Location", f"{other.url}/models")
+        handler.end_headers()
+
+    server.reply = lambda prompt, number: elsewhere
+    with pytest.raises(NALoRAError, match="status 302"):
+        bench().prepare_scoring()
+    assert other.requests == []
+    other.http.shutdown()
+    other.http.server_close()
+
+
+@pytest.mark.parametrize("quoted", [KEY, "sk-nev***********1234", "****1234", f"{KEY[:12]}…", KEY[5:15], f"x{KEY}y"])
+def test_parts_of_the_key_are_masked(bench, server, quoted, tmp_path):
+    """OpenAI quotes the beginning and the end of a wrong key."""
+    content = json.dumps({"error": {"message": f"Incorrect key provided: {quoted}. See '{quoted}'"}}).encode()
+
+    def refuse(handler):
+        handler.send_response(401)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    for reply in (refuse, raw(f"<p>{quoted}</p>".encode())):
+        server.reply = lambda prompt, number, reply=reply: reply
+        with pytest.raises(NALoRAError) as caught:
+            bench().prepare_scoring()
+        parts = [KEY[start : start + 6] for start in range(len(KEY) - 5)] + [KEY[:4], KEY[-4:]]
+        assert not [part for part in parts if part in str(caught.value)]
+        error = caught.value
+        while error is not None:
+            assert KEY not in repr(error.args)
+            error = error.__context__
+    server.reply = lambda prompt, number: f"You sent {quoted}. [[5]]"
+    task = bench()
+    task.score(task.test_examples()[0], ["one", "two"])
+    assert quoted not in (tmp_path / "said/judged.jsonl").read_text()
+
+
 def test_a_repeated_run_asks_nothing_twice(bench, server):
     first = bench()
     before = [first.score(each, ["one", "two"]) for each in first.test_examples()]
@@ -325,7 +513,7 @@ def test_a_missing_key_a_missing_model_and_a_missing_server_are_named(bench, ser
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    with pytest.raises(NALoRAError, match=f"judge at {nowhere}/: found no answer .*start it, or correct judge_url"):
+    with pytest.raises(NALoRAError, match=f"judge at {nowhere}: found no answer .*start it, correct judge_url"):
         bench(judge_url=nowhere).prepare_scoring()
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(NALoRAError, match="OPENAI_API_KEY: found nothing in the environment"):
@@ -464,7 +652,7 @@ def test_a_real_server_rates_and_the_record_holds(transformers_server, data_dir,
     cut_short = tasks.get("mt-bench", judge_url=url, judge_tokens=1, **settings)
     cut_short.judge.wait = 0.01
     assert cut_short.score(task.test_examples()[0], ["one", "two"])["rating"] == 7.0, "kept, not asked"
-    with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last ending in 'Rating:'"):
+    with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last cut off after 1 tokens"):
         cut_short.score(task.test_examples()[0], ["other", "two"])
     answers = [json.loads(line)["answer"] for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert answers == ["Rating: [[7]]"] * 4 + ["Rating:"] * 4

@@ -95,7 +95,7 @@ def test_part_of_a_score_is_not_correct():
 @pytest.mark.parametrize(("score", "accuracy"), [(0.0, 0), (0.51, 0), (0.99, 0), (1.0, 1)])
 def test_only_a_full_score_is_accurate(monkeypatch, score, accuracy):
     task = gym()
-    monkeypatch.setattr(task._datasets["test"], "score_answer", lambda answer, entry: score)
+    monkeypatch.setattr(task._scorer, "marks", lambda answers: [score] * len(answers))
     assert task.score(task.test_examples()[0], ["7"]) == {"accuracy": accuracy, "score": score}
 
 
@@ -148,7 +148,7 @@ def test_a_scorer_that_accepts_anything_is_refused(family, words):
 
 def test_a_scorer_that_rejects_its_own_answers_is_refused(monkeypatch):
     task = gym()
-    monkeypatch.setattr(task._datasets["test"], "score_answer", lambda answer, entry: 0.5)
+    monkeypatch.setattr(task._scorer, "marks", lambda answers: [0.5] * len(answers))
     with pytest.raises(NALoRAError, match="does not accept its own answer"):
         task.prepare_scoring()
 

@@ -1,9 +1,11 @@
-"""Answers that a scorer would run as Python do nothing, are wrong, and change no other mark."""
+"""Answers that a scorer would run as Python are not run, are wrong, and change no other mark; none takes forever."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks import isolated_scorer, sandbox
-from nalora.tasks.isolated_scorer import LIMITS, evaluates_answers
+from nalora.tasks import isolated_scorer, sandbox, sandbox_view
+from nalora.tasks.isolated_scorer import LIMITS, ScorerProcess, evaluates_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
 DatasetSpec = pytest.importorskip("reasoning_gym.composite").DatasetSpec
@@ -28,9 +30,8 @@ def task(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")  # polynomial_multiplication draws by it
         made = tasks.get(f"gym/{request.param}", train_size=5, test_size=5)
-    made._isolated.limits = dataclasses.replace(LIMITS, wall_seconds=2, cpu_seconds=1)
-    yield made
-    made._isolated.close()
+    made._scorer.limits = dataclasses.replace(LIMITS, wall_seconds=2, cpu_seconds=1)
+    return made
 
 
 def marks_are_right(task) -> bool:
@@ -55,6 +56,13 @@ def marks_are_right(task) -> bool:
         "[' ' * (1 << 40)]",
         f"[{PATCH}]",
         "[__import__('os').fork()]",
+        # Written where the mark goes: as its own, and for the next one to find.
+        "[[__import__('os').write(fd, b'1.0\\n') for fd in (1, 3, 4, 5, 6, 7)]]",
+        "[__import__('os').write(4, b'1.0')]",
+        "(lambda: __import__('os').write(4, b'1.0\\n'))()",
+        "[].__class__.__base__.__subclasses__()",
+        "Symbol('x').__class__.__init__.__globals__",
+        "sympify('__import__(\"os\").write(4, b\"1.0\")')",
     ],
 )
 def test_a_hostile_answer_is_wrong_and_touches_nothing(task, answer, tmp_path):
@@ -67,52 +75,96 @@ def test_a_hostile_answer_is_wrong_and_touches_nothing(task, answer, tmp_path):
     assert marks_are_right(task)
 
 
-def test_an_answer_leaves_no_file_for_the_next():
+def test_lists_and_formulas_are_still_read():
     task = tasks.get("gym/spiral_matrix", train_size=1, test_size=1)
     example = task.test_examples()[0]
     numbers = ", ".join(example.target.split())
-    # Right where it may make a file that is not there yet.
-    answer = f"[open('/tmp/nalora-left', 'x').close()] and [{numbers}]"
-    marks = [task.score(example, [each])["score"] for each in (f"[{numbers}]", answer, answer)]
-    assert marks[0] == marks[1] == marks[2] > 0
-    assert not Path("/tmp/nalora-left").exists()
+    assert task.score(example, [f"[{numbers}]"])["score"] == 0.1, "the family's own mark for a list of Python"
+    task = tasks.get("gym/simple_integration", train_size=1, test_size=5)
+    for example in task.test_examples():
+        assert task.score(example, [f"{example.target} + 7"])["accuracy"] == 1
+        # sympy would solve the question itself.
+        integrand = task._drawn_for(example)["metadata"]["integrand"]
+        assert task.score(example, [f"integrate({integrand})"])["accuracy"] == 0
+
+
+@pytest.mark.parametrize("family", ["chain_sum", "rush_hour", "coin_flip", "prime_factorization"])
+def test_no_answer_takes_forever_and_the_others_keep_their_marks(family):
+    """Answers that these scorers count to, multiply out or fill the memory with."""
+    task = tasks.get(f"gym/{family}", train_size=1, test_size=3)
+    task._scorer.limits = dataclasses.replace(LIMITS, wall_seconds=2, cpu_seconds=1)
+    examples = task.test_examples()
+    for answer in ("E+999999999999", "1e999999999", "9" * 5000):
+        start = time.monotonic()
+        assert task.score(examples[0], [answer])["accuracy"] == 0
+        assert time.monotonic() - start < 15
+    if examples[0].target:
+        hostile = [(examples[0], "1e999999999"), *((example, example.target) for example in examples)]
+        assert task.marks(hostile) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "inf", "-Infinity", "nan+nanj", "infi", "nan + nani"])
+def test_what_is_no_number_equals_no_number(answer):
+    """complex_arithmetic gives min(1, exp(-nan)) = 1."""
+    task = tasks.get("gym/complex_arithmetic", train_size=1, test_size=3)
+    assert [task.score(example, [answer]) for example in task.test_examples()] == [{"accuracy": 0, "score": 0}] * 3
+
+
+def test_marks_are_numbers_from_0_to_1(monkeypatch):
+    from nalora.tasks.sandboxed import scorer
+
+    given = [(b"0.5", 0.5), (b"1", 1.0), (b"nan", 0.0), (b"inf", 0.0), (b"-1", 0.0), (b"1.5", 0.0), (b"", 0.0), (b"x", 0.0)]
+    assert [scorer._checked(line) for line, _ in given] == [mark for _, mark in given]
 
 
 def test_a_scorer_that_was_killed_is_started_again(task):
     assert marks_are_right(task)
-    task._isolated._process.kill()
-    task._isolated._process.wait()
+    task._scorer.process._process.kill()
+    task._scorer.process._process.wait()
     assert marks_are_right(task)
 
 
 def test_it_outlives_the_thread_that_started_it(task):
-    task._isolated.close()
+    task._scorer.process.close()
     thread = threading.Thread(target=marks_are_right, args=[task])
     thread.start()
     thread.join()
-    process = task._isolated._process
+    process = task._scorer.process._process
     assert marks_are_right(task)
-    assert task._isolated._process is process
+    assert task._scorer.process._process is process
 
 
-def test_packages_may_lie_in_the_folder_that_is_another_inside(task, tmp_path, monkeypatch):
+def test_packages_may_lie_in_the_folder_that_is_another_inside(tmp_path, monkeypatch):
     """An environment in /tmp, as that of a fresh clone there, is hidden by the sandbox's own /tmp."""
-    places = [tmp_path / str(place) for place, _ in enumerate(isolated_scorer._package_folders())]
-    for place, source in zip(places, isolated_scorer._package_folders(), strict=True):
-        place.symlink_to(source)
-    monkeypatch.setattr(isolated_scorer, "_package_folders", lambda: [str(place) for place in places])
-    task._isolated.close()
-    assert marks_are_right(task)
+    files = sandbox_view.package_files(["reasoning_gym"])
+    for file in files:
+        (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setattr(sandbox_view, "package_files", lambda names: [tmp_path / file.name for file in files])
+    sandbox_view.view.cache_clear()
+    try:
+        process = ScorerProcess("test", isolated=True, limits=LIMITS)
+        entry = factory.create_dataset("n_queens", size=1, seed=0)[0]
+        assert process.ask(("n_queens", {"size": 1, "seed": 0}, [(entry["answer"], entry)]), waits=1) == "[1.0]"
+        process.close()
+    finally:
+        sandbox_view.view.cache_clear()
 
 
-def test_it_ends_with_its_task():
-    task = tasks.get("gym/n_queens", train_size=1, test_size=1)
+def test_it_serves_all_tasks_and_ends_with_its_process(tmp_path):
+    code = """
+import os
+from nalora import tasks
+for family in ("chain_sum", "gcd"):
+    task = tasks.get(f"gym/{family}", train_size=1, test_size=1)
     example = task.test_examples()[0]
     assert task.score(example, [example.target])["accuracy"] == 1
-    process = task._isolated._process
-    del task
-    gc.collect()
-    assert process.poll() is not None
+    print(task._scorer.process._process.pid)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = map(int, ended.stdout.split())
+    assert first == second
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +180,19 @@ def test_scorers_that_evaluate_are_found(family, evaluates):
     assert evaluates_answers(factory.create_dataset(family, size=1, seed=0, **settings)) == evaluates
 
 
-def test_harmless_families_are_scored_at_once():
+def test_own_answers_are_scored_in_one_go():
     task = tasks.get("gym/chain_sum", train_size=1, test_size=200)
     examples = task.test_examples()
+    task.marks([(examples[0], "1")])  # starts the process
     start = time.monotonic()
-    assert all(task.score(example, [example.target])["accuracy"] == 1 for example in examples)
-    assert time.monotonic() - start < 1  # 5 ms each
+    assert task.marks([(example, example.target) for example in examples]) == [1] * 200
+    assert time.monotonic() - start < 2
 
 
 def test_without_isolation_it_is_refused_before_anything_is_written(monkeypatch):
     monkeypatch.setattr(sandbox, "_chosen", [])
     monkeypatch.setattr(sandbox, "_ways", list)
+    monkeypatch.setattr(isolated_scorer, "_processes", {})
     with pytest.raises(NALoRAError, match="--unsafe-code"):
         tasks.get("gym/n_queens", train_size=1, test_size=2).prepare_scoring()
     tasks.get("gym/chain_sum", train_size=1, test_size=2).prepare_scoring()
@@ -155,6 +209,7 @@ def test_every_way_of_this_machine_scores(way, monkeypatch):
     if fault is not None and "processes" not in fault:  # as for programs: Linux holds no such limit against user 0
         pytest.skip(f"cannot be had here: {fault}")
     monkeypatch.setattr(sandbox, "_chosen", [way])
+    monkeypatch.setattr(isolated_scorer, "_processes", {})
     task = tasks.get("gym/n_queens", train_size=1, test_size=2)
     assert marks_are_right(task)
     assert task.score(task.test_examples()[0], ["[exit()]"])["accuracy"] == 0

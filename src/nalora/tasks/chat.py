@@ -264,6 +264,7 @@ def make(
     judge_model: str | None = None,
     judge_url: str | None = None,
     judge_tokens: int = 2048,
+    judge_timeout: float = 300.0,
     judgements: str | Path | None = None,
     limit: int | None = 52_000,
 ) -> MTBench:
@@ -275,9 +276,15 @@ def make(
             question.jsonl and WizardLM's alpaca_evol_instruct_70k.json there take the place of the hub's.
         judge_model: the judge's name on its server.
         judge_url: an OpenAI-compatible server; OPENAI_BASE_URL, else OpenAI, by default. The key is OPENAI_API_KEY.
-        judge_tokens: the longest answer of the judge.
+        judge_tokens: the longest answer of the judge; one that is cut off is no verdict.
+        judge_timeout: seconds until an answer is given up.
         judgements: a JSON-lines file that keeps what the judge said, so that a repeated run asks nothing twice.
         limit: how many training examples are taken, from the first.
     """
-    judge = Judge(judge_model, url=judge_url, record=Judgements(judgements), max_tokens=judge_tokens)
+    if isinstance(judge_timeout, bool) or not isinstance(judge_timeout, (int, float)) or not judge_timeout > 0:
+        raise NALoRAError(
+            "judge_timeout", found=repr(judge_timeout), expected="seconds, more than 0", fix="leave it out for 300"
+        )
+    record = Judgements(judgements)
+    judge = Judge(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
     return MTBench(data_dir, judge, limit)

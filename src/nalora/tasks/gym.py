@@ -91,10 +91,9 @@ class Gym(Task):
             side: self._dataset(size, self._starts[side]) for side, size in (("train", train_size), ("test", test_size))
         }
         self._drawn: dict[tuple[str, int], Entry] = {}
-        self._isolated: IsolatedScorer | None = None
-        if evaluates_answers(self._datasets["test"]):
-            drawn = {**self.settings, "size": test_size, "seed": self._starts["test"]}
-            self._isolated = IsolatedScorer(self.name, self.family, drawn, unsafe=unsafe_code)
+        drawn = {**self.settings, "size": test_size, "seed": self._starts["test"]}
+        isolated = evaluates_answers(self._datasets["test"]) and not unsafe_code
+        self._scorer = IsolatedScorer(self.name, self.family, drawn, isolated=isolated)
 
     def training_set(self) -> Sequence[Example]:
         """`train_examples`: they are drawn by text, in which case and spacing count, and leave the test set out."""
@@ -132,15 +131,24 @@ class Gym(Task):
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """The family's own score of the answer, and whether it is the full one."""
         tagged = _TAGGED.findall(outputs[0])
-        score = self._mark(example, (tagged[-1] if tagged else outputs[0]).strip())
+        (score,) = self.marks([(example, (tagged[-1] if tagged else outputs[0]).strip())])
         return {"accuracy": float(score >= 1), "score": score}
+
+    def marks(self, answers: Sequence[tuple[Example, str]]) -> list[float]:
+        """The family's own scores of answers, from 0 to 1; 0 for what its scorer cannot read or does not finish."""
+        return self._scorer.marks([(answer, self._drawn_for(example)) for example, answer in answers])
+
+    def question(self, example: Example) -> str:
+        """The family's own question, without the instructions around it."""
+        question: str = self._drawn_for(example)["question"]
+        return question
 
     def chance(self, examples: Sequence[Example]) -> dict[str, float]:
         """The accuracy of always giving the commonest answer; nothing where the family knows no answers."""
         ((answer, _),) = Counter(example.target for example in examples).most_common(1)
         if not answer:
             return {}
-        full = sum(self._mark(example, answer) >= 1 for example in examples)
+        full = sum(mark >= 1 for mark in self.marks([(example, answer) for example in examples]))
         return {f"commonest answer ({_short(answer)})": full / len(examples)}
 
     def prepare_scoring(self) -> None:
@@ -152,15 +160,16 @@ class Gym(Task):
                 Or it evaluates answers, and this machine cannot isolate that.
         """
         examples = self.test_examples()[:_CHECKED]
-        for example in examples:
-            if example.target and self._mark(example, example.target) < 1:
+        known = [example for example in examples if example.target]
+        for example, mark in zip(known, self.marks([(each, each.target) for each in known]), strict=True):
+            if mark < 1:
                 self._refuse(f"its scorer does not accept its own answer {_short(example.target)!r}")
-            if self._mark(example, _NONSENSE) >= 1:
-                self._refuse(f"its scorer accepts {_NONSENSE!r}")
+        if any(mark >= 1 for mark in self.marks([(each, _NONSENSE) for each in examples])):
+            self._refuse(f"its scorer accepts {_NONSENSE!r}")
         # A few may share a solution by chance; many may not.
         answer = examples[0].target
-        others = [example for example in examples if example.target != answer]
-        if answer and len(others) > 2 and all(self._mark(example, answer) >= 1 for example in others):
+        others = [(example, answer) for example in examples if example.target != answer]
+        if answer and len(others) > 2 and all(mark >= 1 for mark in self.marks(others)):
             self._refuse(f"its scorer accepts {_short(answer)!r} for every question")
 
     def refuse_what_was_learnt(self, trained: Task) -> None:
@@ -211,15 +220,8 @@ class Gym(Task):
                 random.setstate(state)
         return self._drawn[side, index]
 
-    def _mark(self, example: Example, answer: str) -> float:
-        side, index = example.facts["side"], example.facts["index"]
-        entry = self._entry(side, index)
-        if self._isolated is not None:
-            return self._isolated.mark(answer, entry)
-        try:
-            return float(self._datasets[side].score_answer(answer, entry))
-        except Exception:  # what a scorer cannot read is wrong: prime_factorization raises ValueError at words
-            return 0.0
+    def _drawn_for(self, example: Example) -> Entry:
+        return self._entry(example.facts["side"], example.facts["index"])
 
     def _dataset(self, size: int, seed: int) -> Any:
         try:

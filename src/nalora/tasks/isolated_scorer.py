@@ -1,14 +1,14 @@
-"""Scoring answers with a scorer of reasoning-gym that evaluates them as Python, without letting them do anything.
+"""Scoring answers with the scorers of reasoning-gym in another process, which no answer can stop or talk to.
 
-`[__import__('os').system('…')]` is an answer that such a scorer runs, `exit()` one that ends its process, and
-`9**9**9**9` one that it never finishes. So it runs in the sandbox for generated programs, and these are wrong. What an
-answer shares a process with is its own scoring: one written to that end could still claim its own mark, and no other.
+A scorer may take forever or all memory over an answer, so each has limits. Those that evaluate answers are also kept in
+the sandbox for generated programs, though what evaluates them runs no code (`sandboxed.expressions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import os
 import pickle
 import re
@@ -19,9 +19,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nalora.errors import NALoRAError
@@ -39,7 +37,7 @@ LIMITS = sandbox.Limits(memory_bytes=1 << 30, processes=1, disk_bytes=1 << 20, f
 def evaluates_answers(dataset: Any) -> bool:
     """Whether the scorer of a family may evaluate answers, as far as the source of its modules shows.
 
-    16 families of 0.1.25 are found, among them a few that only evaluate their questions: too many cost 7 ms an answer.
+    16 families of 0.1.25 are found, among them a few that only evaluate their questions.
     """
     from reasoning_gym.dataset import ProceduralDataset
 
@@ -52,13 +50,13 @@ def evaluates_answers(dataset: Any) -> bool:
 
 
 class IsolatedScorer:
-    """One family's scorer in a process of its own; started with the first answer, and again after one that ended it.
+    """One family's scorer.
 
     Args:
         where: what an error names.
         family: of reasoning-gym.
         options: what `create_dataset` takes for it.
-        unsafe: without isolation: limits alone.
+        isolated: in the sandbox for generated programs; else with limits alone.
         limits: what one answer may use.
     """
 
@@ -68,19 +66,56 @@ class IsolatedScorer:
         family: str,
         options: Mapping[str, Any],
         *,
-        unsafe: bool = False,
+        isolated: bool = True,
         limits: sandbox.Limits = LIMITS,
     ) -> None:
         self.where, self.family, self.options = where, family, dict(options)
-        self.unsafe, self.limits = unsafe, limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._one_at_a_time = threading.Lock()
+        self.isolated, self.limits = isolated, limits
 
-    def mark(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """The family's score, from 0 to 1; 0 for an answer that raises, ends, hangs or takes more than its limits.
+    def marks(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
+        """The family's scores of answers to questions, each from 0 to 1; 0 for what its scorer refuses or cannot finish.
+
+        An answer of a model is best given alone: then it shares no process with another.
 
         Raises:
             NALoRAError: this machine cannot isolate programs, or the scorer does not start.
+        """
+        # Each may take its whole time, and is tried twice.
+        line = self.process.ask((self.family, self.options, list(answers)), waits=2 * len(answers))
+        if line is not None and line.startswith(_SETUP):
+            raise _refusal(self.where, line)
+        marks: list[float] = [0.0] * len(answers) if line is None else json.loads(line)
+        return marks
+
+    @property
+    def process(self) -> ScorerProcess:
+        """The process that serves this family, together with all others that have the same limits."""
+        key = (os.getpid(), self.isolated, self.limits)
+        with _starting:
+            if key not in _processes:
+                _processes[key] = ScorerProcess(self.where, isolated=self.isolated, limits=self.limits)
+            return _processes[key]
+
+
+class ScorerProcess:
+    """A process with all scorers; started with the first answer, and again after it was ended.
+
+    Args:
+        where: what an error names.
+        isolated: in the sandbox for generated programs; else with limits alone.
+        limits: what one answer may use.
+    """
+
+    def __init__(self, where: str, *, isolated: bool, limits: sandbox.Limits) -> None:
+        self.where, self.isolated, self.limits = where, isolated, limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def ask(self, job: Any, *, waits: int) -> str | None:
+        """The line that answers a job; None where none came in so many times the limit.
+
+        Raises:
+            NALoRAError: this machine cannot isolate programs, or the process does not start.
         """
         with self._one_at_a_time:
             if self._process is None or self._process.poll() is not None:
@@ -88,12 +123,13 @@ class IsolatedScorer:
                 self._start()
             line = None
             try:
-                line = self._ask((answer, entry))
+                self._send(job)
+                line = self._line(waits)
             finally:
-                # Stopped while it waited, or no mark came: the next answer gets a new process, not this one's mark.
+                # Stopped while it waited, or no line came: the next answer gets a new process, not this one's mark.
                 if line is None:
                     self.close()
-            return 0.0 if line is None else float(line)
+            return line
 
     def close(self) -> None:
         """End the process, if one runs."""
@@ -102,12 +138,12 @@ class IsolatedScorer:
             self._end_with_us()
 
     def _start(self) -> None:
-        if not self.unsafe:
+        if self.isolated:
             sandbox.check()
         # Made for every way, used by "unsafe" alone: in a namespace the folder of this name is another one.
         folder = tempfile.TemporaryDirectory(prefix="nalora-")
         command = sandbox.command(
-            "scorer", folder.name, limits=self.limits, unsafe=self.unsafe, packages=("reasoning_gym",)
+            "scorer", folder.name, limits=self.limits, unsafe=not self.isolated, packages=("reasoning_gym",)
         )
         # One thread: those of a linear algebra library would not live through a fork.
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -121,30 +157,38 @@ class IsolatedScorer:
             start_new_session=True,
         )
         self._end_with_us = weakref.finalize(self, _end, self._process, folder)
-        line = self._ask((self.family, self.options))
+        line = self._line(1)
         if line != "ready":
             self.close()
-            raise NALoRAError(
-                f"{self.where}, its scorer in the sandbox",
-                found=(line or "it ended without a word").removeprefix("setup: "),
-                expected="a scorer that starts: it evaluates what the model writes",
-                fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
-            )
+            raise _refusal(self.where, line)
 
-    def _ask(self, job: Any) -> str | None:
-        """The line that answers a job; None where none came."""
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return None
-        jobs, output = process.stdin, process.stdout
-        content = pickle.dumps(job)
-        with contextlib.suppress(BrokenPipeError):  # it may have said why
-            jobs.write(struct.pack("<Q", len(content)) + content)
-            jobs.flush()
-        if not select.select([output], [], [], self.limits.wall_seconds + _GRACE_SECONDS)[0]:
+    def _send(self, job: Any) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            content = pickle.dumps(job)
+            with contextlib.suppress(BrokenPipeError):  # it may have said why
+                self._process.stdin.write(struct.pack("<Q", len(content)) + content)
+                self._process.stdin.flush()
+
+    def _line(self, waits: int) -> str | None:
+        output = self._process.stdout if self._process is not None else None
+        if output is None or not select.select([output], [], [], waits * self.limits.wall_seconds + _GRACE_SECONDS)[0]:
             return None
         line = output.readline().decode(errors="replace")
         return line.strip() if line.endswith("\n") else None
+
+
+_SETUP = "setup: "
+_processes: dict[tuple[int, bool, sandbox.Limits], ScorerProcess] = {}
+_starting = threading.Lock()
+
+
+def _refusal(where: str, line: str | None) -> NALoRAError:
+    return NALoRAError(
+        f"{where}, its scorer in another process",
+        found=(line or "it ended without a word").removeprefix(_SETUP),
+        expected="a scorer that starts",
+        fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
+    )
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -11,31 +11,36 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NoReturn, TypeVar
 
 from nalora.errors import NALoRAError
+from nalora.tasks import chat_server
+from nalora.tasks.chat_server import masked
 from nalora.whole_files import json_text
 
 Verdict = TypeVar("Verdict")
 
-# The client waits 0.5, 1, 2, 4, 8, 8, … seconds between tries (or as long as the server says): 40 s in all.
+# Between tries of a request it waits 1, 2, 4, 8, 8, … seconds, or as long as the server says.
 _TRIES_OF_A_REQUEST = 9
+_LONGEST_WAIT = 8.0
+_TRY_AGAIN = (408, 409, 425, 429)
+# After the verdict only what closes a sentence, a quotation or bold print.
+_AT_THE_END = r"[\s.!*_`\"')]*\Z"
 
 
 def rating(answer: str) -> float | None:
-    """The last "[[n]]" of a judge's answer, None unless it is from 1 to 10.
+    """The "[[n]]" that ends a judge's answer, None where there is none or it is not from 1 to 10.
 
-    The last, since the judge explains first and may quote brackets of the answer it reads.
+    Brackets before the end are no verdict: the judge may quote those of the answer it reads, which may ask for a 10.
     """
-    found = re.findall(r"\[\[(\d+(?:\.\d+)?)\]\]", answer)
-    return float(found[-1]) if found and 1 <= float(found[-1]) <= 10 else None
+    found = re.search(r"\[\[(\d{1,2}(?:\.\d{1,4})?)\]\]" + _AT_THE_END, answer)
+    return float(found[1]) if found and 1 <= float(found[1]) <= 10 else None
 
 
 def preference(answer: str) -> str | None:
-    """The last "[[A]]", "[[B]]" or "[[C]]" (a tie) of a judge's answer, as a letter."""
-    found = re.findall(r"\[\[([ABC])\]\]", answer)
-    return found[-1] if found else None
+    """The "[[A]]", "[[B]]" or "[[C]]" (a tie) that ends a judge's answer, as a letter."""
+    found = re.search(r"\[\[([ABC])\]\]" + _AT_THE_END, answer)
+    return found[1] if found else None
 
 
 class Judgements:
@@ -58,7 +63,7 @@ class Judgements:
             self._broken_end = bool(text) and not text.endswith("\n")
             for line in text.split("\n"):
                 row = _object(line)
-                if isinstance(row.get("key"), str) and isinstance(row.get("answer"), str):
+                if isinstance(row.get("key"), str) and isinstance(row.get("answer"), str) and not row.get("cut_off"):
                     self._answers[row["key"]] = row["answer"]
             if text.strip() and not self._answers and not text.startswith('{"key"'):
                 raise NALoRAError(
@@ -78,9 +83,10 @@ class Judgements:
         return self._answers.get(key)
 
     def add(self, key: str, answer: str, **beside: Any) -> None:
-        """Keep an answer, with whatever helps a reader of the file beside it."""
+        """Keep an answer, with whatever helps a reader of the file; one with `cut_off` is written and not found again."""
         with self._lock:
-            self._answers[key] = answer
+            if not beside.get("cut_off"):
+                self._answers[key] = answer
             if self.file is None:
                 return
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +108,7 @@ def _object(line: str) -> dict[str, Any]:
 class Judge:
     """Asks one model at temperature 0; may be used by several threads.
 
-    The key comes from OPENAI_API_KEY alone, and neither the record nor an error repeats it.
+    The key comes from OPENAI_API_KEY alone, and neither the record nor an error repeats it or a part of it.
 
     Args:
         model: its name on the server.
@@ -111,6 +117,7 @@ class Judge:
         max_tokens: the longest answer; 2,048 as in the official MT-Bench.
         attempts: how often a question is asked until its answer can be read.
         wait: seconds before the second attempt, doubled before each further one.
+        timeout: the longest time in seconds for one answer, all tries of a busy server together.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class Judge:
         max_tokens: int = 2048,
         attempts: int = 4,
         wait: float = 1.0,
+        timeout: float = 300.0,
     ) -> None:
         self.model = model or ""
         self.url = url
@@ -129,6 +137,7 @@ class Judge:
         self.max_tokens = max_tokens
         self.attempts = attempts
         self.wait = wait
+        self.timeout = timeout
 
     def check(self) -> None:
         """Send one tiny request.
@@ -141,94 +150,124 @@ class Judge:
     def ask(self, system: str, prompt: str, read: Callable[[str], Verdict | None]) -> Verdict:
         """What `read` finds in the judge's answer: in the kept one, else in a new one that is then kept.
 
+        An answer that was cut off at `max_tokens` is no verdict, whatever it contains.
+
         Raises:
             NALoRAError: the server refused, or no answer could be read.
         """
         key = Judgements.key(self.model, system, prompt)
         kept = self.record.answer(key)
         verdict = read(kept) if kept is not None else None
-        answer = ""
+        answer, cut_off = "", False
         for attempt in range(self.attempts):
             if verdict is not None:
                 return verdict
             if attempt:
                 time.sleep(self.wait * 2 ** (attempt - 1))
-            answer = self._request(system, prompt, max_tokens=self.max_tokens, tries=_TRIES_OF_A_REQUEST)
-            verdict = read(answer)
-            self.record.add(key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict)
+            answer, cut_off = self._request(system, prompt, max_tokens=self.max_tokens, tries=_TRIES_OF_A_REQUEST)
+            verdict = None if cut_off else read(answer)
+            notes: dict[str, Any] = {"cut_off": True} if cut_off else {}
+            self.record.add(
+                key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict, **notes
+            )
         if verdict is not None:
             return verdict
+        end = f"cut off after {self.max_tokens:,} tokens" if cut_off else f"ending in {answer[-120:]!r}"
         raise NALoRAError(
             f"judge {self.model!r}",
-            found=f"no verdict in {self.attempts} answers, the last ending in {answer[-120:]!r}",
-            expected='the "[[…]]" that its prompt asks for',
-            fix="take a stronger judge, or a larger judge_tokens if the answer is cut off; all other verdicts are kept",
+            found=f"no verdict in {self.attempts} answers, the last {end}",
+            expected='the "[[…]]" that its prompt asks for, at the end of a whole answer',
+            fix="use a stronger judge, or a larger judge_tokens if the answer is cut off; all other verdicts are kept",
         )
 
-    def _request(self, system: str, prompt: str, *, max_tokens: int, tries: int) -> str:
-        client = self._client.with_options(max_retries=tries - 1)
-        import openai
-
+    def _request(self, system: str, prompt: str, *, max_tokens: int, tries: int) -> tuple[str, bool]:
+        """(the answer, whether it was cut off)."""
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
+        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+        deadline = time.monotonic() + self.timeout
+        reply: chat_server.Reply | None = None
+        reason = ""
+        for attempt in range(tries):
+            wait = min(self.wait * 2 ** (attempt - 1), _LONGEST_WAIT) if attempt else 0.0
+            if reply is not None and reply.retry_after is not None:
+                wait = reply.retry_after
+            left = deadline - time.monotonic() - wait
+            if attempt and left <= 0:
+                break
+            time.sleep(wait)
+            try:
+                reply = chat_server.send(self._address, "/chat/completions", self._key, body, seconds=left)
+            except chat_server.NoReply as error:
+                reply, reason = None, str(error)
+                continue
+            if reply.status == 200:
+                return self._answer(reply.content)
+            if reply.status not in _TRY_AGAIN and reply.status < 500:
+                break
+        if reply is not None:
+            self._refuse(reply)
+        self._fail(
+            f"no answer ({reason})", "an OpenAI-compatible server that answers",
+            "start it, correct judge_url (or OPENAI_BASE_URL), or raise judge_timeout if it is only slow",
+        )
+
+    def _answer(self, content: bytes) -> tuple[str, bool]:
+        """What the judge said, from a reply that may be anything."""
         try:
-            reply = client.chat.completions.create(
-                model=self.model, messages=messages, temperature=0, max_tokens=max_tokens
+            choices = json.loads(content)["choices"]
+            choice = choices[0] if choices else {"message": {}}
+            text = choice["message"].get("content")
+            if not isinstance(text, (str, type(None))):
+                raise TypeError
+            return masked(text or "", self._key), choice.get("finish_reason") == "length"
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            start = " ".join(content[:300].decode(errors="replace").split())[:80]
+            self._fail(
+                f"a reply that is no chat completion ({start!r})", "JSON with choices[0].message.content",
+                "correct judge_url (or OPENAI_BASE_URL), which mostly ends in /v1",
             )
-            return (reply.choices[0].message.content if reply.choices else None) or ""
-        except openai.APIError as error:
-            raise self._refusal(error) from None  # the client's own error carries the request with its key
 
     @functools.cached_property
-    def _client(self) -> Any:
+    def _key(self) -> str:
         if not self.model:
             raise NALoRAError(
                 "judge_model", found="none", expected="the judge's name on its server", fix="give judge_model=NAME"
             )
-        try:
-            import openai
-        except ImportError as error:
-            raise NALoRAError(
-                "judge", found="no package `openai`", expected="it, to ask the judge", fix="pip install openai"
-            ) from error
-        if not os.environ.get("OPENAI_API_KEY"):
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not key:
             raise NALoRAError(
                 "OPENAI_API_KEY",
                 found="nothing in the environment",
                 expected="the key for the judge's server",
                 fix="export OPENAI_API_KEY=…; a server of your own that needs none takes any word",
             )
-        return openai.OpenAI(base_url=self.url)
+        return key
 
-    def _refusal(self, error: Any) -> NALoRAError:
-        """The client's error in the form of ours."""
-        server = _without_secrets(str(self._client.base_url))
-        said = str(error).replace(self._client.api_key, "…").strip().partition("\n")[0][:300]
-        status = getattr(error, "status_code", None)
+    @property
+    def _address(self) -> str:
+        return self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+
+    def _refuse(self, reply: chat_server.Reply) -> NoReturn:
+        said, status = reply.error_text(), reply.status
         if status in (401, 403):
-            found, expected, fix = f"the key refused ({said})", "a key it takes", "export OPENAI_API_KEY=…"
-        elif status == 404:
-            found = f"no model {self.model!r} ({said})"
-            expected, fix = self._known_models(), "correct judge_model, or judge_url, which mostly ends in /v1"
-        elif status is None:
-            found, expected = f"no answer ({said})", "an OpenAI-compatible server"
-            fix = "start it, or correct judge_url (or OPENAI_BASE_URL)"
-        else:
-            found, expected = f"status {status} ({said})", "an answer"
-            fix = "see what the server says; a repeated run asks only for what is missing"
-        return NALoRAError(f"judge at {server}", found=found, expected=expected, fix=fix)
+            self._fail(f"the key refused ({said})", "a key it takes", "export OPENAI_API_KEY=…")
+        if status == 404:
+            fix = "correct judge_model, or judge_url, which mostly ends in /v1"
+            self._fail(f"no model {self.model!r} ({said})", self._known_models(), fix)
+        fix = "see what the server says; a repeated run asks only for what is missing"
+        self._fail(f"status {status} ({said})", "an answer", fix)
+
+    def _fail(self, found: str, expected: str, fix: str) -> NoReturn:
+        where = f"judge at {chat_server.without_secrets(self._address)}"
+        raise NALoRAError(
+            where, found=masked(found, self._key), expected=masked(expected, self._key), fix=fix
+        ) from None
 
     def _known_models(self) -> str:
-        import openai
-
         try:
-            names = [each.id for each in self._client.with_options(max_retries=0, timeout=10).models.list()]
-        except openai.OpenAIError:
+            models = json.loads(chat_server.send(self._address, "/models", self._key, seconds=10).content)["data"]
+            names = sorted(str(model["id"]) for model in models)
+        except (chat_server.NoReply, ValueError, KeyError, TypeError, RecursionError):
             names = []
-        return f"one of {', '.join(sorted(names)[:8])}" if names else "a model that it serves"
-
-
-def _without_secrets(url: str) -> str:
-    """The address without user, password and query, any of which may hold a key."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
+        return f"one of {', '.join(names[:8])}" if names else "a model that it serves"
