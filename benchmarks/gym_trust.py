@@ -1,7 +1,7 @@
 """Measure which families of reasoning-gym give marks to trivial answers, and write the table that `nalora tasks` shows.
 
-    PYTHONHASHSEED=0 python benchmarks/gym_trust.py              all families, ten minutes on two CPU cores
-    PYTHONHASHSEED=0 python benchmarks/gym_trust.py coin_flip    some, which are printed and not written
+PYTHONHASHSEED=0 python benchmarks/gym_trust.py              all families, ten minutes on two CPU cores
+PYTHONHASHSEED=0 python benchmarks/gym_trust.py coin_flip    some, which are printed and not written
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def main() -> None:
         except NALoRAError as error:  # composite has no questions of its own, codeio draws others each time
             print(f"{family}: left out, {error.found}", flush=True)
             continue
-        print(f"{family}: {gym_trust.fault(measured[family]) or 'trusted'}", flush=True)
+        fault = gym_trust.fault(measured[family])
+        print(f"{family}: {fault.reason if fault else 'trusted'}", flush=True)
     rows = ",\n".join(f"  {json.dumps(family)}: {json.dumps(row)}" for family, row in measured.items())
     head = f'"reasoning_gym": {json.dumps(version("reasoning-gym"))},\n "items": {gym_trust.ITEMS}'
     table = f'{{{head},\n "families": {{\n{rows}\n }}\n}}\n'

@@ -59,7 +59,7 @@ def test_mistakes_are_named_before_anything_is_loaded(run, recipe):
 
 @pytest.mark.parametrize(("command", "parts"), [
     ("methods", ("lora", "na-lora", "full")),
-    ("tasks", ("gsm8k", "gym/FAMILY", "mt-bench", "cars")),
+    ("tasks", ("gsm8k", "gym/FAMILY", "mt-bench", "cars", "gym/coin_flip")),
     ("models", ("smollm2-135m", "FILE.gguf")),
 ])  # fmt: skip
 def test_what_there_is_to_choose_from(run, command, parts):

@@ -258,7 +258,9 @@ def test_an_answer_that_was_cut_off_is_no_verdict(bench, server, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "said/judged.jsonl").read_text().splitlines()]
     assert [(row["verdict"], row.get("cut_off", False)) for row in rows] == [(None, True), (4.0, False), (4.0, False)]
     server.reply = lambda prompt, number: ("[[10]]", "length")
-    with pytest.raises(NALoRAError, match=r"no verdict in 4 answers, the last cut off after 2,048 tokens.*judge_tokens"):
+    with pytest.raises(
+        NALoRAError, match=r"no verdict in 4 answers, the last cut off after 2,048 tokens.*judge_tokens"
+    ):
         task.score(task.test_examples()[0], ["three", "four"])
     asked = len(server.requests)
     server.reply = lambda prompt, number: "[[5]]"

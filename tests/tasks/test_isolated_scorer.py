@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -62,7 +61,7 @@ def marks_are_right(task) -> bool:
         "(lambda: __import__('os').write(4, b'1.0\\n'))()",
         "[].__class__.__base__.__subclasses__()",
         "Symbol('x').__class__.__init__.__globals__",
-        "sympify('__import__(\"os\").write(4, b\"1.0\")')",
+        'sympify(\'__import__("os").write(4, b"1.0")\')',
     ],
 )
 def test_a_hostile_answer_is_wrong_and_touches_nothing(task, answer, tmp_path):
@@ -113,7 +112,16 @@ def test_what_is_no_number_equals_no_number(answer):
 def test_marks_are_numbers_from_0_to_1(monkeypatch):
     from nalora.tasks.sandboxed import scorer
 
-    given = [(b"0.5", 0.5), (b"1", 1.0), (b"nan", 0.0), (b"inf", 0.0), (b"-1", 0.0), (b"1.5", 0.0), (b"", 0.0), (b"x", 0.0)]
+    given = [
+        (b"0.5", 0.5),
+        (b"1", 1.0),
+        (b"nan", 0.0),
+        (b"inf", 0.0),
+        (b"-1", 0.0),
+        (b"1.5", 0.0),
+        (b"", 0.0),
+        (b"x", 0.0),
+    ]
     assert [scorer._checked(line) for line, _ in given] == [mark for _, mark in given]
 
 

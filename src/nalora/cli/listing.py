@@ -27,12 +27,17 @@ def methods() -> None:
 
 
 def tasks() -> None:
-    """List the tasks, what they ask and what they measure."""
+    """List the tasks, what they ask and what they measure, and families whose scores cannot be trusted."""
     from nalora import tasks
+    from nalora.tasks import gym_trust
 
     rows = table("task", "what is learnt and asked", "measures")
     for name, title, measures in tasks.described():
         rows.add_row(name, title, measures)
+    console().print(rows)
+    rows = table("not to be trusted", "why", "measures")
+    for family, fault in gym_trust.untrusted().items():
+        rows.add_row(f"gym/{family}", fault.reason, "all" if fault.measure == "accuracy" else fault.measure)
     console().print(rows)
 
 

@@ -1,7 +1,7 @@
 """One request to an OpenAI-compatible server, bounded in time and size whatever the server does.
 
-A plain HTTP client waits anew for every byte and reads a reply of any length; this one gives up after a total time, reads
-at most `LARGEST_REPLY` bytes and follows no redirection, which would carry the key to another server.
+A plain HTTP client waits anew for every byte and reads a reply of any length; this one gives up after a total time,
+reads at most `LARGEST_REPLY` bytes and follows no redirection, which would carry the key to another server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 LARGEST_REPLY = 4 << 20
 
 
-class NoReply(Exception):
+class NoReplyError(Exception):
     """No whole reply came; the text says why."""
 
 
@@ -56,21 +56,21 @@ def send(url: str, path: str, key: str, body: Any = None, *, seconds: float) -> 
         seconds: the longest time until the reply is there as a whole.
 
     Raises:
-        NoReply: no connection, silence, an endless or too long reply, or no HTTP.
+        NoReplyError: no connection, silence, an endless or too long reply, or no HTTP.
     """
     try:
         request = _request(url, path, key, body)
     except ValueError as error:
-        raise NoReply(str(error)) from None
-    results: queue.SimpleQueue[Reply | NoReply] = queue.SimpleQueue()
+        raise NoReplyError(str(error)) from None
+    results: queue.SimpleQueue[Reply | NoReplyError] = queue.SimpleQueue()
     # In a thread that is left alone when its time is up: a server that sends a byte now and then resets every timeout
     # of a socket.
     threading.Thread(target=lambda: results.put(_exchange(request, seconds)), daemon=True).start()
     try:
         result = results.get(timeout=max(seconds, 0))
     except queue.Empty:
-        result = NoReply(f"no whole reply after {seconds:.0f} s")
-    if isinstance(result, NoReply):
+        result = NoReplyError(f"no whole reply after {seconds:.0f} s")
+    if isinstance(result, NoReplyError):
         raise result
     return result
 
@@ -113,10 +113,8 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _exchange(request: urllib.request.Request, seconds: float) -> Reply | NoReply:
-    opener = urllib.request.build_opener(
-        _NoRedirection(), urllib.request.HTTPSHandler(context=_certificates())
-    )
+def _exchange(request: urllib.request.Request, seconds: float) -> Reply | NoReplyError:
+    opener = urllib.request.build_opener(_NoRedirection(), urllib.request.HTTPSHandler(context=_certificates()))
     try:
         try:
             response = opener.open(request, timeout=max(seconds, 0.001))
@@ -126,15 +124,15 @@ def _exchange(request: urllib.request.Request, seconds: float) -> Reply | NoRepl
             content = response.read(LARGEST_REPLY + 1)
             status, after = response.status or 0, response.headers.get("Retry-After")
     except TimeoutError:
-        return NoReply(f"no whole reply after {seconds:.0f} s")
+        return NoReplyError(f"no whole reply after {seconds:.0f} s")
     except urllib.error.URLError as error:
-        return NoReply(f"no connection: {error.reason}")
+        return NoReplyError(f"no connection: {error.reason}")
     except http.client.HTTPException as error:
-        return NoReply(f"no HTTP, or a reply that was cut off: {type(error).__name__}")
+        return NoReplyError(f"no HTTP, or a reply that was cut off: {type(error).__name__}")
     except (OSError, ValueError) as error:
-        return NoReply(f"no connection: {error}")
+        return NoReplyError(f"no connection: {error}")
     if len(content) > LARGEST_REPLY:
-        return NoReply(f"a reply of more than {LARGEST_REPLY >> 20} MiB")
+        return NoReplyError(f"a reply of more than {LARGEST_REPLY >> 20} MiB")
     return Reply(status, content, float(after) if after and after.isdecimal() else None)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.tasks import gym_trust
 from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
 from nalora.tasks.task import Example, Scores, Task
 
@@ -105,6 +107,11 @@ class Gym(Task):
         Raises:
             NALoRAError: the family knows no answers, or too few questions for two sets.
         """
+        fault = gym_trust.untrusted().get(self.family)
+        if fault is not None and fault.measure == "accuracy":
+            warnings.warn(
+                f"nalora: {self.name}: {fault.reason}; training works, its evaluation is refused", stacklevel=2
+            )
         asked = {self._entry("test", index)["question"] for index in range(self.test_size)}
         kept = [index for index in range(self.train_size) if self._entry("train", index)["question"] not in asked]
         self.also_asked = self.train_size - len(kept)
@@ -152,13 +159,17 @@ class Gym(Task):
         return {f"commonest answer ({_short(answer)})": full / len(examples)}
 
     def prepare_scoring(self) -> None:
-        """Try the family's scorer on its own answers, on nonsense, and on one answer to every question.
+        """Refuse a family of `gym_trust`; try its scorer on its own answers, on nonsense, and on one for all questions.
 
         Raises:
-            NALoRAError: it does not accept the first, or accepts the second or third. In 0.1.25 that is
-                game_of_life_halting, where all that is written is right, and puzzle24, where any sum to 24 is.
-                Or it evaluates answers, and this machine cannot isolate that.
+            NALoRAError: its marks cannot be trusted as measured, or with these settings; or it evaluates answers, and
+                this machine cannot isolate that.
         """
+        fault = gym_trust.untrusted().get(self.family)
+        if fault is not None and fault.measure == "accuracy":
+            self._refuse(fault.reason)
+        if fault is not None:
+            warnings.warn(f"nalora: {self.name}: {fault.reason}; compare accuracies and not scores", stacklevel=2)
         examples = self.test_examples()[:_CHECKED]
         known = [example for example in examples if example.target]
         for example, mark in zip(known, self.marks([(each, each.target) for each in known]), strict=True):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 FILE = Path(__file__).with_suffix(".json")
 # Questions of each family; fewer than that would not tell a tenth from nothing.
@@ -26,6 +27,19 @@ TRIVIAL: dict[str, str] = {
     **{answer: answer for answer in ("0", "1", "-1", "nan", "inf", "1e400", "True", "None", "[]", "{}", "qqq")},
     "400 digits": "9" * 400,
 }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why marks of a family cannot be trusted.
+
+    Args:
+        measure: "accuracy" where no mark means anything; "score" where full marks do, and parts of a mark do not.
+        reason: in words.
+    """
+
+    measure: Literal["accuracy", "score"]
+    reason: str
 
 
 def measure(family: str, items: int = ITEMS) -> dict[str, Any]:
@@ -45,7 +59,7 @@ def measure(family: str, items: int = ITEMS) -> dict[str, Any]:
     examples = task.test_examples()
     known = [example for example in examples if example.target]
     own = [mark >= 1 for mark in task.marks([(example, example.target) for example in known])]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in (*TRIVIAL, QUESTION, OTHER):
         answers = [TRIVIAL.get(name, "")] * items
         if name == QUESTION:
@@ -64,16 +78,17 @@ def measure(family: str, items: int = ITEMS) -> dict[str, Any]:
     }
 
 
-def fault(measured: dict[str, Any]) -> str | None:
-    """Why marks of a family with these measurements mean nothing; None where they do."""
+def fault(measured: dict[str, Any]) -> Fault | None:
+    """What is wrong with a family that was measured so; None where nothing is."""
     if measured["own"] is not None and measured["own"] < 1:
-        return f"its scorer accepts only {measured['own']:.0%} of its own answers"
+        return Fault("accuracy", f"its scorer accepts only {measured['own']:.0%} of its own answers")
     row = measured["by_accuracy"]
     if row["accuracy"] - row["by_chance"] > LARGEST_ACCURACY:
-        return f"its scorer gives a full mark to {_named(row['answer'])} for {row['accuracy']:.0%} of its questions"
+        answer, share = _named(row["answer"]), f"{row['accuracy']:.0%} of its questions"
+        return Fault("accuracy", f"its scorer gives a full mark to {answer} for {share}")
     row = measured["by_score"]
     if row["score"] - row["by_chance"] > LARGEST_SCORE:
-        return f"its scorer gives {_named(row['answer'])} {row['score']:.2f} of a mark on average"
+        return Fault("score", f"its scorer gives {_named(row['answer'])} {row['score']:.2f} of a mark on average")
     return None
 
 
@@ -82,10 +97,10 @@ def _named(answer: str) -> str:
 
 
 @functools.cache
-def untrusted() -> dict[str, str]:
-    """Families whose marks mean nothing, with the reason, as they were measured."""
+def untrusted() -> dict[str, Fault]:
+    """Families whose marks cannot be trusted, as they were measured."""
     families = json.loads(FILE.read_text(encoding="utf-8"))["families"]
-    return {family: reason for family, measured in families.items() if (reason := fault(measured)) is not None}
+    return {family: found for family, measured in families.items() if (found := fault(measured)) is not None}
 
 
 def _plain(text: str) -> str:

@@ -73,18 +73,22 @@ class IsolatedScorer:
         self.isolated, self.limits = isolated, limits
 
     def marks(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
-        """The family's scores of answers to questions, each from 0 to 1; 0 for what its scorer refuses or cannot finish.
+        """The family's scores of answers to questions, from 0 to 1; 0 for what its scorer refuses or cannot finish.
 
         An answer of a model is best given alone: then it shares no process with another.
 
         Raises:
-            NALoRAError: this machine cannot isolate programs, or the scorer does not start.
+            NALoRAError: this machine cannot isolate programs, or the scorer does not start or was killed twice.
         """
-        # Each may take its whole time, and is tried twice.
-        line = self.process.ask((self.family, self.options, list(answers)), waits=2 * len(answers))
-        if line is not None and line.startswith(_SETUP):
+        # Each may take its whole time, and is tried twice. No answer can end the process itself: where it was killed,
+        # that says nothing of the answer.
+        for _ in range(2):
+            line = self.process.ask((self.family, self.options, list(answers)), waits=2 * len(answers))
+            if line is not None:
+                break
+        if line is None or line.startswith(_SETUP):
             raise _refusal(self.where, line)
-        marks: list[float] = [0.0] * len(answers) if line is None else json.loads(line)
+        marks: list[float] = json.loads(line)
         return marks
 
     @property

@@ -83,7 +83,7 @@ class Judgements:
         return self._answers.get(key)
 
     def add(self, key: str, answer: str, **beside: Any) -> None:
-        """Keep an answer, with whatever helps a reader of the file; one with `cut_off` is written and not found again."""
+        """Keep an answer, and whatever helps a reader of the file; one with `cut_off` is not found again."""
         with self._lock:
             if not beside.get("cut_off"):
                 self._answers[key] = answer
@@ -167,9 +167,7 @@ class Judge:
             answer, cut_off = self._request(system, prompt, max_tokens=self.max_tokens, tries=_TRIES_OF_A_REQUEST)
             verdict = None if cut_off else read(answer)
             notes: dict[str, Any] = {"cut_off": True} if cut_off else {}
-            self.record.add(
-                key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict, **notes
-            )
+            self.record.add(key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict, **notes)
         if verdict is not None:
             return verdict
         end = f"cut off after {self.max_tokens:,} tokens" if cut_off else f"ending in {answer[-120:]!r}"
@@ -198,7 +196,7 @@ class Judge:
             time.sleep(wait)
             try:
                 reply = chat_server.send(self._address, "/chat/completions", self._key, body, seconds=left)
-            except chat_server.NoReply as error:
+            except chat_server.NoReplyError as error:
                 reply, reason = None, str(error)
                 continue
             if reply.status == 200:
@@ -208,7 +206,8 @@ class Judge:
         if reply is not None:
             self._refuse(reply)
         self._fail(
-            f"no answer ({reason})", "an OpenAI-compatible server that answers",
+            f"no answer ({reason})",
+            "an OpenAI-compatible server that answers",
             "start it, correct judge_url (or OPENAI_BASE_URL), or raise judge_timeout if it is only slow",
         )
 
@@ -224,7 +223,8 @@ class Judge:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             start = " ".join(content[:300].decode(errors="replace").split())[:80]
             self._fail(
-                f"a reply that is no chat completion ({start!r})", "JSON with choices[0].message.content",
+                f"a reply that is no chat completion ({start!r})",
+                "JSON with choices[0].message.content",
                 "correct judge_url (or OPENAI_BASE_URL), which mostly ends in /v1",
             )
 
@@ -268,6 +268,6 @@ class Judge:
         try:
             models = json.loads(chat_server.send(self._address, "/models", self._key, seconds=10).content)["data"]
             names = sorted(str(model["id"]) for model in models)
-        except (chat_server.NoReply, ValueError, KeyError, TypeError, RecursionError):
+        except (chat_server.NoReplyError, ValueError, KeyError, TypeError, RecursionError):
             names = []
         return f"one of {', '.join(names[:8])}" if names else "a model that it serves"

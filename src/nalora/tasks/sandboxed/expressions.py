@@ -1,8 +1,8 @@
 """Reading an answer as Python literals or as a formula, without running it.
 
-Scorers of reasoning-gym give answers to `eval` and to sympy's `parse_expr`, which calls it. Code in an answer would then
-run in the process that gives its mark, and no limit on that process keeps it from writing a mark of its own. So both
-are replaced: only texts whose syntax tree consists of numbers, names and operators are read, nothing in them is
+Scorers of reasoning-gym give answers to `eval` and to sympy's `parse_expr`, which calls it. Code in an answer would
+then run in the process that gives its mark, and no limit on that process keeps it from writing a mark of its own. So
+both are replaced: only texts whose syntax tree consists of numbers, names and operators are read, nothing in them is
 called but the functions of `_FUNCTIONS`, and what takes too long is ended by the scorer's limits.
 """
 
@@ -21,11 +21,14 @@ _LONGEST = 100_000
 _LARGEST_BITS = 100_000
 _FORMULA = re.compile(r"[A-Za-z0-9_+\-*/().,\s]*")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-# What an antiderivative or a polynomial is written with. Not `integrate`, `diff`, `expand` and the like: these would let
-# sympy solve the question.
+# What an antiderivative or a polynomial is written with. Not `integrate`, `diff`, `expand` and the like: with these
+# sympy would solve the question.
 _FUNCTIONS = frozenset(
-    "sin cos tan sec csc cot asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh "
-    "exp log ln sqrt Abs Rational".split()
+    (
+        *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "asec", "acsc", "acot"),
+        *("sinh", "cosh", "tanh", "sech", "csch", "coth", "asinh", "acosh", "atanh"),
+        *("exp", "log", "ln", "sqrt", "Abs", "Rational"),
+    )
 )
 _CONSTANTS = frozenset({"pi"})
 

@@ -47,13 +47,13 @@ def loaded() -> list[str]:
     class Object(ctypes.Structure):
         _fields_ = [("address", ctypes.c_void_p), ("name", ctypes.c_char_p)]
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Object), ctypes.c_size_t, ctypes.c_void_p)
     def note(info: Any, _size: int, _data: Any) -> int:
         found.append(os.fsdecode(info.contents.name or b""))
         return 0
 
     libc: Any = ctypes.CDLL(None)
-    libc.dl_iterate_phdr(note, None)
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Object), ctypes.c_size_t, ctypes.c_void_p)
+    libc.dl_iterate_phdr(callback(note), None)
     return [path for path in found if os.path.isabs(path) and os.path.exists(path)]
 
 

@@ -2,8 +2,8 @@
 
 No answer is run as code (see `expressions`), so the only hand that writes a mark is the scorer's. The fork is for time
 and memory: `E+999999999999` is an answer that a scorer never finishes, and `1e999999999` one that takes all memory.
-A fork costs 7 ms on two cores where a fresh interpreter with reasoning-gym would cost two seconds, and whatever a scorer
-changes, in memory or in the temporary folder, is gone before the next answer.
+A fork costs 7 ms on two cores where a fresh interpreter with reasoning-gym would cost two seconds, and whatever
+a scorer changes, in memory or in the temporary folder, is gone before the next job.
 
 Each job is a family, its options, and answers with their questions; it is answered by one line: the marks, or "setup:"
 and what keeps the family from being scored.
@@ -82,7 +82,9 @@ def serve(way: str, limits: isolation.Limits, folder: str) -> None:
             _say(json.dumps(_marks(scorers[key], answers, way, limits, folder)))
 
 
-def _marks(score_answer: Any, answers: Sequence[Answer], way: str, limits: isolation.Limits, folder: str) -> list[float]:
+def _marks(
+    score_answer: Any, answers: Sequence[Answer], way: str, limits: isolation.Limits, folder: str
+) -> list[float]:
     """One mark for each answer: 0 for one that a fork of its own did not finish.
 
     Several answers share a fork, until one of them ends it or its time: that one is tried again as the first of the
