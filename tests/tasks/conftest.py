@@ -1,18 +1,41 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
 
 # Tests that run programs; the others of these files hold on any system.
-_ANYWHERE = ("test_check_says_what_is_missing", "test_unsafe_runs_anywhere_with_limits", "test_limits_are_positive")
+_ANYWHERE = (
+    "test_check_says_what_is_missing",
+    "test_unsafe_runs_anywhere_with_limits",
+    "test_limits_are_positive",
+    "test_packages_are_shown_with_what_they_require_and_no_others",
+)
 _CODE = (
     "test_all_reference_solutions_of_humaneval_pass",
     "test_no_broken_solution_of_humaneval_passes",
     "test_humaneval_from_a_folder",
     "test_mbpp_scores",
 )
+
+
+@functools.cache
+def missing(way: str) -> str | None:
+    """Why this system does not have a way of isolating; None where it has it, also with a hole."""
+    try:
+        sandbox._launch(way, "", "", (), "", sandbox.Limits())
+    except NALoRAError as error:
+        return error.found
+    return None
+
+
+@pytest.fixture
+def ways() -> list[str]:
+    """The ways of isolating that this system has."""
+    return [way for way in sandbox._ways() if missing(way) is None]
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +47,6 @@ def _only_where_programs_can_be_isolated(request):
             sandbox.check()
         except NALoRAError as error:
             pytest.skip(str(error))
+    way = getattr(request.node, "callspec", None) and request.node.callspec.params.get("way")
+    if way is not None and missing(way) is not None:
+        pytest.skip(f"{way}: {missing(way)}")

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from nalora.tasks.sandboxed.expressions import is_formula, literal
 
+# Of Python's parser, at "2if" and the like.
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
