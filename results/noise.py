@@ -48,7 +48,7 @@ def robustness(store: Path, study: str = "gsm8k") -> list[str]:
     repeated = trainings(store)
     found: dict[str, dict[int, list[float]]] = {}
     for cell in progress.schedule.cells:
-        rate = progress.schedule.chosen_rate(cell, progress.results, progress.failed)
+        rate = progress.schedule.chosen_rate(cell, progress.results)
         for job in progress.schedule.final(cell, rate) if rate is not None else []:
             run = repeated.get(job.key, [losses(store / job.key)])
             if told := [each[study] for each in run if study in each]:

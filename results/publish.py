@@ -39,7 +39,7 @@ def keep_answer(name: str) -> Path:
     """Write what a study has come to beside its runs: NAME.md and NAME.json."""
     study = read(_file(name))
     progress = so_far(study, STORE)
-    return write(study, answer(progress.schedule, progress.results, progress.failed), progress.failed, STORE)
+    return write(study, answer(progress.schedule, progress.results, progress.failed), STORE)
 
 
 def _file(name: str) -> Path:

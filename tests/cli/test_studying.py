@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -73,9 +74,21 @@ def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_pa
     assert [each.name for each in (tmp_path / "store").iterdir()] == [MARKER]
 
 
+def has_processes(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.slow
-def test_ctrl_c_keeps_half_a_run(file, tmp_path):
-    """Stopped in the middle of its only run, the study goes on from there and comes to the same adapter."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
+    """Stopped in the middle of its only run, the study goes on from there and comes to the same adapter.
+
+    The signal reaches the study and its workers, as from a terminal or a service manager.
+    """
     described = yaml.safe_load(file.read_text()) | {"learning_rates": [1e-3], "seeds": [0], "ask": "none"}
     described["settings"] |= {"steps": 400, "log_every": 1}
     described["arms"] = {"lora": {"method": "lora"}}
@@ -83,16 +96,21 @@ def test_ctrl_c_keeps_half_a_run(file, tmp_path):
 
     def start(store):
         command = [sys.executable, "-m", "nalora.cli", "study", str(file), "--store", str(store)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, start_new_session=True, **pipes)
 
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     study = start(stopped)
     while not any(len(metrics.read_text().splitlines()) > 20 for metrics in stopped.glob("*/metrics.jsonl")):
         assert study.poll() is None
         time.sleep(0.05)
-    study.send_signal(signal.SIGINT)
+    os.killpg(study.pid, number)
     told, _ = study.communicate(timeout=60)
-    assert study.returncode == 130
+    assert study.returncode == 128 + number
+    latest = time.monotonic() + 10  # Python's own tracker of shared resources ends a moment after the study
+    while has_processes(study.pid):
+        assert time.monotonic() < latest, "a worker is left"
+        time.sleep(0.1)
     assert told.splitlines()[-1] == "stopped; start it again to go on"
     assert list(stopped.glob("*/checkpoints/checkpoint-*"))
     assert not list(stopped.glob("*/result.json"))
@@ -148,15 +166,21 @@ def test_a_store_that_cannot_be_written_to_is_named_before_anything_starts(run, 
 
 def test_a_study_of_which_runs_failed_tells_everything_and_exits_with_1(run, file, tmp_path, monkeypatch):
     def ended(described, store, engine, **options):
-        return Progress(Schedule(described, str(store)), {}, {"0123": "[/x] out of memory"})
+        schedule = Schedule(described, str(store))
+        lost = schedule.screening(schedule.cells[0])[0].key
+        return Progress(schedule, {}, {lost: "[/x] out of memory", "0123": "of an arm that is no more"})
 
     monkeypatch.setattr(conduct, "conduct", ended)
     store = tmp_path / "store"
     code, out, _ = run("study", file, "--store", store)
     assert code == 1
-    assert "failed: 0123: [/x] out of memory" in out
+    told = " ".join(out.split())
+    assert "missing: lora, lr 0.001, seed 0 (" in told
+    assert "): [/x] out of memory (see " in told
+    assert "start the study again with --retry-failed" in told
+    assert "0123" not in out
     assert (store / "small.md").is_file()
-    assert "Exits with 1 where runs failed" in " ".join(run("study", "--help")[1].split())
+    assert "Exits with 1 if runs are missing" in " ".join(run("study", "--help")[1].split())
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]", ":x:"])
@@ -186,7 +210,7 @@ def test_the_live_table_counts_every_arm_s_runs_and_says_how_long_it_takes(file,
     lora, na_lora = schedule.cells
     first, second = schedule.screening(lora)
     third, fourth = schedule.screening(na_lora)
-    progress = Progress(schedule, {}, began=100.0, total=schedule.total({}, {}))
+    progress = Progress(schedule, {}, began=100.0, total=schedule.total({}))
     monkeypatch.setattr(conduct, "time", SimpleNamespace(monotonic=lambda: 220.0))
     assert "0 of 6 runs" in shown(progress)
     assert "left" not in shown(progress), "nothing is known of the pace before a run has ended"

@@ -30,7 +30,7 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
             for seed in (0, 1):
                 loss = 1.0 if rate == wanted else 2.0
                 results[schedule.job(cell, rate, seed).key] = Result(loss, {VALIDATION: loss, TEST: loss}, {}, 1.0)
-    page = in_markdown(schedule.study, answer(schedule, results, {}), {})
+    page = in_markdown(schedule.study, answer(schedule, results, {}))
     assert ("perhaps better beyond it: lora." in page) == named
     assert f"**{best:g}: 1.0000**" in page
     assert page.count("**0.0003: 1.0000**") == (2 if best == 3e-4 else 1)
@@ -40,7 +40,7 @@ def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
     schedule = Schedule(understand(STUDY), "store")
     lora = schedule.cells[0]
     known = schedule.job(lora, 1e-4, 0).key
-    page = in_markdown(schedule.study, answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}), {})
+    page = in_markdown(schedule.study, answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}))
     assert "| lora | 0.0001: 0.5000, 0.0003: –, 0.001: – |" in page
     assert "Not complete: lora; dora." in page
     assert "**0." not in page
@@ -77,7 +77,7 @@ def test_an_arm_is_compared_with_its_controls_as_a_family_of_its_own():
     assert (control.method, control.baseline, control.verdict) == ("rslora", "dora", "better")
     assert control.adjusted_p == control.p, "the comparisons with the baseline are another family"
     assert [each.baseline for each in part.comparisons["test loss"]] == ["lora", "lora"]
-    page = in_markdown(schedule.study, [part], {})
+    page = in_markdown(schedule.study, [part])
     assert "- rslora is better than dora" in page
     assert "- rslora is not distinguishable from lora" in page
 
@@ -143,7 +143,7 @@ def test_of_two_that_diverged_both_are_named():
     )
 
 
-def test_a_rate_whose_run_failed_is_told_apart_from_one_that_diverged(tmp_path):
+def test_a_rate_whose_run_is_missing_is_distinguished_from_one_that_diverged(tmp_path):
     schedule = Schedule(understand(STUDY), "store")
     lora = schedule.cells[0]
     failed, diverged, well = (schedule.job(lora, rate, 0).key for rate in (1e-4, 3e-4, 1e-3))
@@ -152,14 +152,41 @@ def test_a_rate_whose_run_failed_is_told_apart_from_one_that_diverged(tmp_path):
         well: Result(1.0, {VALIDATION: 0.5}, {}, 1.0),
     }
     parts = answer(schedule, results, {failed: "died"})
-    page = in_markdown(schedule.study, parts, {failed: "died"})
-    assert "| lora | 0.0001: failed, 0.0003: inf, **0.001: 0.5000** |" in page
-    write(schedule.study, parts, {failed: "died"}, tmp_path)
+    page = in_markdown(schedule.study, parts)
+    assert "| lora | 0.0001: missing, 0.0003: inf, 0.001: 0.5000 |" in page, "none is chosen"
+    assert "Missing: lora, lr 0.0001, seed 0 (died)." in page
+    assert "1 run(s) are missing because they failed." in page
+    write(schedule.study, parts, tmp_path)
     (numbers,) = json.loads((tmp_path / "study.json").read_text())
-    assert numbers["validation_losses"]["lora"] == {"0.0001": "failed", "0.0003": "diverged", "0.001": 0.5}
+    assert numbers["validation_losses"]["lora"] == {"0.0001": "missing", "0.0003": "diverged", "0.001": 0.5}
+    assert numbers["learning_rates"]["lora"] is None
+    assert numbers["missing_runs"] == [
+        {"arm": "lora", "key": failed, "label": "lora, lr 0.0001, seed 0", "error": "died"}
+    ]
+
+
+def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_it():
+    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4], "seeds": [0, 1, 2]}), "store")
+    lora, dora = schedule.cells
+    results = {
+        schedule.job(cell, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: 1.0}, {"accuracy": 0.5}, 1.0)
+        for cell in (lora, dora)
+        for seed in (0, 1, 2)
+    }
+    infinite = {VALIDATION: math.inf, TEST: math.inf}
+    results[schedule.job(dora, 1e-4, 1).key] = Result(None, infinite, {}, 1.0, diverged=True)
+    (part,) = answer(schedule, results, {})
+    assert part.comparisons == {"test loss": [], "accuracy": []}
+    assert [cell.text(1, 3) for cell in part.table.rows["dora"]] == ["not finite (1 of 3)"] * 2
+    assert [column.title for column in part.table.columns] == ["test loss", "accuracy %"], "still a share"
+    assert part.sentences() == [
+        f"dora diverged with 1 of 3 seeds: not compared with lora by {measure}."
+        for measure in ("test loss", "accuracy")
+    ]
+    assert part.missing == ()
 
 
 def test_an_arm_s_name_does_not_break_the_page_s_tables():
     schedule = Schedule(understand({**STUDY, "arms": {"a|b": {"method": "lora"}}}), "store")
-    page = in_markdown(schedule.study, answer(schedule, {}, {}), {})
+    page = in_markdown(schedule.study, answer(schedule, {}, {}))
     assert "| a\\|b | 0.0001: –, 0.0003: –, 0.001: – |" in page

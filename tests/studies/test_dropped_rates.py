@@ -45,7 +45,7 @@ def test_the_other_seeds_wait_for_the_first_and_worse_rates_never_get_them():
     three = two | screened(schedule, {(1e-3, 5): 1.021})
     assert rates_and_seeds(schedule.open_jobs(three, {})) == {(rate, seed) for rate in (1e-4, 3e-4) for seed in (0, 1)}
     assert schedule.dropped_rates(schedule.cells[0], three) == (1e-3,)
-    assert schedule.total(three, {}) == (3 + 2 + 2) + (3 * 3) + 2 * 1, "seed 2 of each arm's chosen rate comes later"
+    assert schedule.total(three) == (3 + 2 + 2) + (3 * 3) + 2 * 1, "seed 2 of each arm's chosen rate comes later"
 
 
 def test_the_rate_is_chosen_among_those_that_are_left_by_their_mean():
@@ -56,10 +56,10 @@ def test_the_rate_is_chosen_among_those_that_are_left_by_their_mean():
     # Known from another study, and not looked at: with all seeds the dropped rate would be the best one.
     ignored = {(1e-3, 0): 0.1, (1e-3, 1): 0.1}
     first = screened(schedule, losses)
-    assert schedule.chosen_rate(cell, first, {}) is None
+    assert schedule.chosen_rate(cell, first) is None
     results = screened(schedule, {**losses, **others, **ignored})
-    assert schedule.chosen_rate(cell, results, {}) == 3e-4
-    assert schedule.screened(cell, results, {}) == {1e-4: pytest.approx(1.2), 3e-4: pytest.approx(3.41 / 3), 1e-3: 1.5}
+    assert schedule.chosen_rate(cell, results) == 3e-4
+    assert schedule.screened(cell, results) == {1e-4: pytest.approx(1.2), 3e-4: pytest.approx(3.41 / 3), 1e-3: 1.5}
 
 
 def test_a_diverged_rate_is_dropped_unless_all_of_them_diverged():
@@ -76,7 +76,7 @@ def test_nothing_is_dropped_while_a_run_with_the_first_seed_is_missing():
     results = screened(schedule, {(1e-4, 5): 1.0, (3e-4, 5): 1.5})
     lost = {schedule.job(cell, 1e-3, 5).key: "died"}
     assert schedule.dropped_rates(cell, results) is None
-    assert schedule.chosen_rate(cell, results, lost) is None
+    assert schedule.chosen_rate(cell, results) is None
     assert rates_and_seeds(schedule.open_jobs(results, lost)) == set()
 
 
@@ -86,8 +86,8 @@ def test_a_margin_that_nothing_exceeds_changes_nothing(losses):
     plain, dropping = Schedule(study(None), "store"), Schedule(study(100.0), "store")
     results = screened(plain, table)
     assert plain.dropped_rates(plain.cells[0], results) == dropping.dropped_rates(dropping.cells[0], results) == ()
-    assert plain.screened(plain.cells[0], results, {}) == dropping.screened(dropping.cells[0], results, {})
-    assert plain.chosen_rate(plain.cells[0], results, {}) == dropping.chosen_rate(dropping.cells[0], results, {})
+    assert plain.screened(plain.cells[0], results) == dropping.screened(dropping.cells[0], results)
+    assert plain.chosen_rate(plain.cells[0], results) == dropping.chosen_rate(dropping.cells[0], results)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.floats(1e-3, 5))
@@ -119,11 +119,11 @@ def test_a_study_saves_the_runs_and_says_which_rates_it_dropped(tmp_path):
     assert part.rates == all_seeds.rates == dummies.BEST
     assert part.comparisons == all_seeds.comparisons
     assert part.dropped == {"lora": (1e-4, 3e-4), "na-lora": (1e-4, 1e-3)}
-    page = in_markdown(progress.schedule.study, parts, {})
+    page = in_markdown(progress.schedule.study, parts)
     assert "whose validation loss is shown: lora at 0.0001, 0.0003; na-lora at 0.0001, 0.001." in page
     first = progress.results[progress.schedule.job(progress.schedule.cells[0], 1e-4, 5).key].losses[VALIDATION]
     assert f"| lora | 0.0001: {first:.4f} (dropped), " in page
-    write(progress.schedule.study, parts, {}, tmp_path)
+    write(progress.schedule.study, parts, tmp_path)
     (numbers,) = json.loads((tmp_path / "dummy.json").read_text())
     assert numbers["dropped_learning_rates"] == {"lora": [1e-4, 3e-4], "na-lora": [1e-4, 1e-3]}
     assert len(so_far(study(0.1), tmp_path).results) == 12
@@ -132,7 +132,7 @@ def test_a_study_saves_the_runs_and_says_which_rates_it_dropped(tmp_path):
 def test_without_the_key_an_answer_does_not_mention_dropped_rates(tmp_path):
     progress = conduct(study(None), tmp_path, Instantly())
     parts = answer(progress.schedule, progress.results, {})
-    write(progress.schedule.study, parts, {}, tmp_path)
+    write(progress.schedule.study, parts, tmp_path)
     assert "dropped" not in (tmp_path / "dummy.md").read_text() + (tmp_path / "dummy.json").read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -13,6 +14,8 @@ import dummies
 import pytest
 import torch
 
+import nalora
+from nalora.studies.conduct import conduct
 from nalora.studies.ended import Ended
 from nalora.studies.engines import LocalEngine, attempt
 from nalora.studies.job import log_of
@@ -210,7 +213,7 @@ def hear_nothing(job):
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_end_is_killed(job, monkeypatch):
-    monkeypatch.setattr("nalora.studies.engines._SECONDS_TO_END", 0.3)
+    monkeypatch.setattr("nalora.studies.engines.SECONDS_TO_END", 0.3)
     engine = LocalEngine(1, do=hear_nothing)
     engine.submit(job)
     while not log_of(job).with_suffix(".begun").exists():
@@ -218,3 +221,27 @@ def test_a_worker_that_does_not_end_is_killed(job, monkeypatch):
     engine.close()
     with pytest.raises(ProcessLookupError):
         os.kill(int(log_of(job).with_suffix(".begun").read_text()), 0)
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """As a file system answers that was mounted without them."""
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_without_file_locks_nothing_is_started(tmp_path, no_locks):
+    with pytest.raises(nalora.NALoRAError, match=r"file system without file locks \(No locks available\)"):
+        conduct(dummies.study(), tmp_path / "store", dummies.Instantly())
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_worker_refuses_a_run_that_it_cannot_lock(job, no_locks):
+    """A node of a cluster may have mounted the store in another way than the study's machine."""
+    error = attempt(job, dummies.pretend)
+    assert "without file locks" in error
+    assert not Ended(job.key, error).may_be_repeated
+    assert Store(job.store).result(job.key) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import dummies
 import pytest
 
@@ -38,23 +40,47 @@ def test_the_test_split_is_asked_of_chosen_runs_alone():
     assert asked == []
 
 
-def test_an_arm_whose_best_run_failed_is_chosen_without_it_and_one_that_always_fails_is_left():
+def test_no_rate_is_chosen_while_a_screening_run_is_missing_and_the_other_arm_goes_on():
+    """The run that was lost may be the one with the best rate, as here."""
     schedule = Schedule(dummies.study(), "store")
     jobs = schedule.open_jobs({}, {})
+    lora, na_lora = schedule.cells
     best = next(j for j in jobs if (j.settings["method"], j.settings["learning_rate"]) == ("lora", 1e-3))
     results = {job.key: known(job) for job in jobs if job is not best}
-    chosen = {j.settings["learning_rate"] for j in schedule.open_jobs(results, {best.key: "died"}) if
-              j.settings["method"] == "lora"}  # fmt: skip
-    assert chosen == {3e-4}
-    lora = {job.key: "died" for job in jobs if job.settings["method"] == "lora"}
-    left = schedule.open_jobs({job.key: known(job) for job in jobs if job.key not in lora}, lora)
-    assert {job.settings["method"] for job in left} == {"na-lora"}
+    lost = {best.key: "died"}
+    means = schedule.screened(lora, results)
+    assert means.pop(1e-3) is None
+    assert all(math.isfinite(mean) for mean in means.values())
+    assert schedule.chosen_rate(lora, results) is None
+    assert schedule.chosen_rate(na_lora, results) == 3e-4
+    assert not schedule.diverged(lora, results)
+    assert schedule.lost(lora, results, lost) == [best]
+    assert schedule.lost(na_lora, results, lost) == []
+    assert {job.settings["method"] for job in schedule.open_jobs(results, lost)} == {"na-lora"}
+    assert schedule.total(results) == 6 + 2 + 2, "the other seeds are still to come"
+
+
+def test_a_run_that_diverged_has_an_infinite_loss_and_is_known():
+    schedule = Schedule(dummies.study(), "store")
+    jobs = schedule.open_jobs({}, {})
+    infinite = Result(None, {VALIDATION: math.inf, TEST: math.inf}, {}, 1.0, diverged=True)
+    lora = schedule.cells[0]
+    best = schedule.job(lora, 1e-3, 0).key
+    results = {job.key: known(job) for job in jobs} | {best: infinite}
+    assert schedule.screened(lora, results)[1e-3] == math.inf
+    assert schedule.chosen_rate(lora, results) == 3e-4
+    assert best not in {job.key for job in schedule.open_jobs(results, {})}
+    every = results | {schedule.job(lora, rate, 0).key: infinite for rate in lora.arm.learning_rates}
+    assert schedule.chosen_rate(lora, every) is None
+    assert schedule.diverged(lora, every)
+    assert not schedule.diverged(schedule.cells[1], every)
+    assert {job.settings["method"] for job in schedule.open_jobs(every, {})} == {"na-lora"}
 
 
 def test_one_learning_rate_needs_no_screening():
     schedule = Schedule(dummies.study(learning_rates=[1e-3]), "store")
     assert {job.parts for job in schedule.open_jobs({}, {})} == {(VALIDATION, TEST, ANSWERS)}
-    assert len(schedule.open_jobs({}, {})) == schedule.total({}, {}) == 6
+    assert len(schedule.open_jobs({}, {})) == schedule.total({}) == 6
 
 
 def test_a_run_that_failed_when_more_was_asked_of_it_keeps_its_rate():
@@ -67,8 +93,8 @@ def test_a_run_that_failed_when_more_was_asked_of_it_keeps_its_rate():
     }
     best = cell.arm.learning_rates[0]
     failed = {schedule.job(cell, best, 0).key: "out of memory"}
-    assert schedule.chosen_rate(cell, results, failed) == best
-    assert schedule.screened(cell, results, failed)[best] == 1
+    assert schedule.chosen_rate(cell, results) == best
+    assert schedule.screened(cell, results)[best] == 1
     assert not {job.key for job in schedule.open_jobs(results, failed)} & failed.keys()
     (part,) = answer(schedule, results, failed)
     assert part.failed[cell.arm.name] == ()
@@ -111,7 +137,7 @@ def test_an_arm_is_completed_before_the_next_one_is_begun():
 def test_every_combination_is_a_cell():
     study = dummies.study(over={"rank": [8, 32], "alpha": [16, 32]})
     assert len(Schedule(study, "store").cells) == 8
-    assert Schedule(study, "store").total({}, {}) == 8 * (3 + 2)
+    assert Schedule(study, "store").total({}) == 8 * (3 + 2)
 
 
 NAMED = {
@@ -135,7 +161,7 @@ def test_several_settings_stand_under_one_name_with_their_own_learning_rates():
     settings = schedule.screening(long)[0].settings
     assert (settings["settings"], settings["max_length"], settings["rank"]) == ({"max_terms": 6}, 256, 32)
     assert schedule.screening(short)[0].settings["max_length"] == 1024
-    assert schedule.total({}, {}) == 2 * 2 * (3 + 2) + 2 * 2 * (2 + 2)
+    assert schedule.total({}) == 2 * 2 * (3 + 2) + 2 * 2 * (2 + 2)
 
 
 def test_an_arm_s_own_learning_rates_go_before_a_combination_s():

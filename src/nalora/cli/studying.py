@@ -13,8 +13,8 @@ from rich.text import Text
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
 from nalora.errors import NALoRAError
 
-# What a study exits with of which runs failed.
-FAILED = 1
+# What a study exits with that lacks runs, because they failed.
+MISSING = 1
 
 
 def study(
@@ -44,11 +44,12 @@ def study(
 ) -> None:
     """Conduct a study; started again it goes on, and no finished run is repeated. Ctrl-C stops it.
 
-    Exits with 1 where runs failed, after all others are done and the answer is written.
+    Exits with 1 if runs are missing because they failed, after all others are done and the answer is written.
     """
     hush_libraries()
     from nalora.studies import answer
     from nalora.studies.conduct import conduct, so_far
+    from nalora.studies.signals import StoppedBySignal
     from nalora.studies.study import read
 
     described = read(file)
@@ -88,12 +89,13 @@ def study(
                 retry_failed=retry_failed,
                 changed=lambda now: live.update(states(now)),
             )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         screen.print("stopped; start it again to go on", highlight=False)
-        raise typer.Exit(INTERRUPTED) from None
+        # As shells have it, 128 and the signal's number: 143 after SIGTERM, 129 after SIGHUP.
+        raise typer.Exit(128 + stop.number if isinstance(stop, StoppedBySignal) else INTERRUPTED) from None
     _tell(screen, described, progress, store)
-    if progress.failed:
-        raise typer.Exit(FAILED)
+    if progress.missing:
+        raise typer.Exit(MISSING)
 
 
 def _refuse_missing_data(jobs: Iterable[Any]) -> None:
@@ -130,13 +132,14 @@ def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
     from nalora.studies import answer
 
     parts = answer.answer(progress.schedule, progress.results, progress.failed)
-    page = answer.write(described, parts, progress.failed, store)
+    page = answer.write(described, parts, store)
     # As a Text, since names of arms and files may look like rich's markup.
-    screen.print(Text(answer.in_markdown(described, parts, progress.failed)))
-    for key, error in progress.failed.items():
-        screen.print(Text(f"failed: {key}: {error} (see {store / key}.log)"))
-    if progress.failed:
-        screen.print(Text("Mend what they failed of, then start the study again with --retry-failed."))
+    screen.print(Text(answer.in_markdown(described, parts)))
+    for job in progress.missing:
+        error, log = progress.failed[job.key], store / f"{job.key}.log"
+        screen.print(Text(f"missing: {job.label} ({job.key}): {error} (see {log})"))
+    if progress.missing:
+        screen.print(Text("Fix what made them fail, then start the study again with --retry-failed."))
     screen.print(Text(f"the answer: {page}"))
 
 
@@ -161,7 +164,7 @@ def states(progress: Any) -> Any:
                  title=f"{progress.done} of {progress.total} runs{ahead}")  # fmt: skip
     running = set(progress.running)
     for cell in schedule.cells:
-        rate = schedule.chosen_rate(cell, progress.results, progress.failed)
+        rate = schedule.chosen_rate(cell, progress.results)
         jobs = {job.key for job in schedule.screening(cell, progress.results)}
         jobs |= {job.key for job in schedule.final(cell, rate)} if rate is not None else set()
         counts = (len(jobs & each) for each in (set(progress.results), running, set(progress.failed)))

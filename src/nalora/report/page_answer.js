@@ -22,7 +22,7 @@ const placeOf = (part, arm) => part.shown[arm] ?? runs.length + Object.keys(part
 
 function differences(part, measure, found, named) {
   const rows = found.filter((row) => row.value !== null);
-  if (!rows.length) return { missing: "No arm has been run with the baseline's seeds yet." };
+  if (!rows.length) return { missing: part.missing ? `Not compared: ${missingRuns(part)}` : "No arm has been run with the baseline's seeds yet." };
   const traces = rows.map((row) => {
     const stroke = row.verdict === "better" || row.verdict === "worse" ? colour(placeOf(part, row.arm)) : css("--faint");
     const [low, high] = row.interval || [row.value, row.value];
@@ -41,6 +41,8 @@ function differences(part, measure, found, named) {
   };
   return { traces, layout, spoken, height: 90 + (named(rows[0]).includes("<br>") ? 44 : 26) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
 }
+
+const missingRuns = (part) => `these runs are missing because they failed: ${part.missing.join("; ")}.`;
 
 function rateCurves(part) {
   const traces = [], legend = [], unknown = [];
@@ -64,6 +66,8 @@ function rateCurves(part) {
     // One rate that destroyed a run would press all others flat.
     yaxis: { ...(low > 0 && high > 10 * low ? logarithmic : {}), title: { text: "validation loss" } },
   };
-  const note = unknown.length ? `No run yet: ${unknown.join("; ")}.` : "";
+  const notes = unknown.length ? [`No run yet: ${unknown.join("; ")}.`] : [];
+  if (part.missing) notes.push(`No learning rate is chosen without all of its runs; ${missingRuns(part)}`);
+  const note = notes.join(" ");
   return { traces, layout, legend, note, height: 420 };
 }

@@ -37,6 +37,7 @@ class AnswerPart:
         differences: from the baseline, by measure.
         controls: from what an arm must beat as well, by measure.
         shown: which of the report's runs stands for an arm.
+        missing: the names of runs that failed and that the answer lacks.
     """
 
     heading: str
@@ -48,6 +49,7 @@ class AnswerPart:
     differences: Mapping[str, Sequence[Difference]]
     controls: Mapping[str, Sequence[Difference]]
     shown: Mapping[str, int]
+    missing: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class StudyAnswer:
                     },
                     "differences": _numbers(part.differences),
                     "controls": _numbers(part.controls),
+                    **({"missing": list(part.missing)} if part.missing else {}),
                 }
                 for part in self.parts
             ],

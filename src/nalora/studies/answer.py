@@ -13,9 +13,17 @@ from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, s
 from nalora.studies.schedule import Cell, Schedule, is_screened
 from nalora.studies.store import TEST, Result
 from nalora.studies.study import Study
+from nalora.studies.withheld import (
+    LostRun,
+    Pair,
+    diverged_seeds,
+    diverged_with_a_seed,
+    of_lost_runs,
+    without_results,
+)
+
 
 LOSS = "test loss"
-Pair = tuple[str, str]  # an arm, and what it is compared with
 
 
 class Part(NamedTuple):
@@ -29,9 +37,12 @@ class Part(NamedTuple):
     at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
     screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
     controls: Mapping[str, list[Comparison]] = {}  # by measure: arms beside what they must beat, a family of their own
-    not_compared: tuple[str, ...] = ()  # of arms that diverged, a sentence for each comparison that is not made
+    not_compared: tuple[str, ...] = ()  # a sentence for each comparison that is not made
     failed: Mapping[str, tuple[float, ...]] = {}  # the rates of each arm whose runs failed: their losses are not known
     dropped: Mapping[str, tuple[float, ...]] = {}  # of each arm, the rates trained with one screening seed
+
+    lost: Mapping[str, tuple[LostRun, ...]] = {}  # of each arm that lacks some, the runs that failed
+    diverged: tuple[str, ...] = ()  # arms of which every learning rate diverged
 
     @property
     def heading(self) -> str:
@@ -43,9 +54,10 @@ class Part(NamedTuple):
         told = (
             ("At an end of the rates tried, and perhaps better beyond it", self.at_the_end),
             ("Learning rates dropped after the first screening seed, whose validation loss is shown", self._dropped()),
+            ("Diverged with every learning rate", self.diverged),
             ("Not complete", self.missing),
         )
-        return [f"{what}: {'; '.join(arms)}." for what, arms in told if arms]
+        return [f"{what}: {'; '.join(arms)}." for what, arms in told if arms] + of_lost_runs(self.lost)
 
     def _dropped(self) -> list[str]:
         return [f"{arm} at {', '.join(f'{rate:g}' for rate in rates)}" for arm, rates in self.dropped.items()]
@@ -73,30 +85,44 @@ def _part(
 ) -> Part:
     records: list[Record] = []
     rates: dict[str, float | None] = {}
+    diverged = [cell.arm.name for cell in cells if schedule.diverged(cell, results)]
     missing = []
     for cell in cells:
-        rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results, failed)
+        rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results)
         jobs = schedule.final(cell, rate) if rate is not None else []
         found = [(job, results[job.key]) for job in jobs if job.key in results and results[job.key].has(TEST)]
-        if len(found) < len(cell.arm.seeds):
+        if len(found) < len(cell.arm.seeds) and cell.arm.name not in diverged:
             missing.append(cell.arm.name)
-        for job, result in found:
-            loss = result.losses[TEST]
-            measures = {**({} if math.isnan(loss) else {LOSS: loss}), **result.measures}
-            records.append(Record(cell.arm.name, job.settings["seed"], measures))
+        records += [Record(cell.arm.name, job.settings["seed"], _measures(result)) for job, result in found]
     names = list(dict.fromkeys(name for record in records for name in record.measures))
+    records = [_with_all_measures(record, names) for record in records]
     shares = {name: _is_share(name, records) for name in names}
     columns = [Column(name, lower=name == LOSS, scale=100.0 if shares[name] else 1.0,
                       title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
-    table = tabulate(records, columns)
+    table = tabulate(records, columns, unranked=missing)
     values = {name: _values(records, name) for name in names}
     baseline = schedule.study.baseline
     others = [(cell.arm.name, baseline) for cell in cells if cell.arm.name != baseline]
     pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
-    diverged = [told for each in (others, pairs) for name in names for told in _not_compared(values[name], each, name)]
+    lost = {
+        cell.arm.name: tuple(LostRun(job.key, job.label, failed[job.key]) for job in jobs)
+        for cell in cells
+        if (jobs := schedule.lost(cell, results, failed))
+    }
+    not_compared = [
+        *(
+            told
+            for each in (others, pairs)
+            for name in names
+            for told in diverged_with_a_seed(values[name], each, name)
+        ),
+        *without_results([*others, *pairs], lost, diverged),
+    ]
     seeds = {cell.arm.name: {*cell.arm.seeds} for cell in cells}
+    # Some of an arm's seeds would give another verdict than all of them, by chance or because of what was lost.
+    values = {name: {arm: each[arm] for arm in each if arm not in missing} for name, each in values.items()}
     comparisons = {name: _compared(each, others, seeds, name) for name, each in values.items()
-                   if baseline in each and not _diverged(each[baseline])}  # fmt: skip
+                   if baseline in each and not diverged_seeds(each[baseline])}  # fmt: skip
     controls = {name: _compared(each, pairs, seeds, name) for name, each in values.items()}
     at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
     return Part(
@@ -106,12 +132,27 @@ def _part(
         rates,
         tuple(missing),
         tuple(at_the_end),
-        {cell.arm.name: schedule.screened(cell, results, failed) for cell in cells},
+        {cell.arm.name: schedule.screened(cell, results) for cell in cells},
         {name: beside for name, beside in controls.items() if beside},
-        tuple(dict.fromkeys(diverged)),
+        tuple(dict.fromkeys(not_compared)),
         {cell.arm.name: _failed_rates(schedule, cell, results, failed) for cell in cells},
         {cell.arm.name: dropped for cell in cells if (dropped := schedule.dropped_rates(cell, results))},
+        lost,
+        tuple(diverged),
     )
+
+
+def _measures(result: Result) -> dict[str, float]:
+    """Of a diverged run an infinite test loss, also where the task has none, so that it is not overlooked."""
+    loss = result.losses[TEST]
+    return {**({} if math.isnan(loss) else {LOSS: loss}), **result.measures}
+
+
+def _with_all_measures(record: Record, names: Sequence[str]) -> Record:
+    """With NaN for what a diverged run has not: a mean over the other seeds would flatter the arm."""
+    if record.measures.get(LOSS) != math.inf:
+        return record
+    return record._replace(measures={name: record.measures.get(name, math.nan) for name in names})
 
 
 def _failed_rates(
@@ -130,7 +171,9 @@ def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
 
 def _is_share(measure: str, records: list[Record]) -> bool:
     """A loss is none, nor is a judge's rating from 1 to 10."""
-    return measure != LOSS and all(abs(each.measures.get(measure, 0.0)) <= 1 for each in records)
+    return measure != LOSS and all(
+        abs(value) <= 1 for each in records if math.isfinite(value := each.measures.get(measure, 0.0))
+    )
 
 
 def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
@@ -146,33 +189,13 @@ def _compared(
     values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], seeds: Mapping[str, set[int]], measure: str
 ) -> list[Comparison]:
     """The pairs of which both are known and neither diverged: a mean over the seeds that went well would flatter."""
-    finite = {arm: by_seed for arm, by_seed in values.items() if not _diverged(by_seed)}
+    finite = {arm: by_seed for arm, by_seed in values.items() if not diverged_seeds(by_seed)}
     known = [pair for pair in pairs if finite.keys() >= {*pair}]
     planned = sum(len(seeds[arm] & seeds[baseline]) >= FEWEST_SEEDS for arm, baseline in pairs)
     return compare_pairs(finite, known, higher_is_better=measure != LOSS, planned=planned)
 
 
-def _not_compared(values: Mapping[str, Mapping[int, float]], pairs: Sequence[Pair], measure: str) -> list[str]:
-    """A sentence for every pair of which one diverged."""
-    told = []
-    for arm, baseline in pairs:
-        if not values.keys() >= {arm, baseline}:
-            continue
-        bad = [name for name in (arm, baseline) if _diverged(values[name])]
-        why = " and ".join(
-            f"{name} diverged with {_diverged(values[name])} of {len(values[name])} seeds" for name in bad
-        )
-        if bad:
-            told.append(f"{why}: {'' if arm in bad else f'{arm} '}not compared with {baseline} by {measure}.")
-    return told
-
-
-def _diverged(by_seed: Mapping[int, float]) -> int:
-    """The number of seeds whose result is no finite number."""
-    return sum(not math.isfinite(value) for value in by_seed.values())
-
-
-def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> str:
+def in_markdown(study: Study, parts: list[Part]) -> str:
     """The answer as a page."""
     lines = [f"<!-- {own_output.TEXT} -->\n", f"# {study.name}\n"]
     for part in parts:
@@ -184,8 +207,8 @@ def in_markdown(study: Study, parts: list[Part], failed: Mapping[str, str]) -> s
         lines += [f"| {escape_markdown(arm)} | {_in_a_row(part, arm)} |" for arm in part.screening] + [""]
         lines += [f"{note}\n" for note in part.notes()]
         lines += [f"- {each}" for each in part.sentences()] + [""]
-    if failed:
-        lines.append(f"{len(failed)} run(s) failed.")
+    if missing := {run.key for part in parts for runs in part.lost.values() for run in runs}:
+        lines.append(f"{len(missing)} run(s) are missing because they failed.")
     return "\n".join(lines)
 
 
@@ -199,10 +222,10 @@ def _in_a_row(part: Part, arm: str) -> str:
     return ", ".join(f"**{text}**" if rate == part.rates[arm] else text for rate, text in told.items())
 
 
-def _known_losses(part: Part, arm: str) -> dict[float, float | Literal["failed"] | None]:
+def _known_losses(part: Part, arm: str) -> dict[float, float | Literal["missing"] | None]:
     """The validation losses of an arm's rates; a run that failed has none, unlike one that diverged."""
     failed = part.failed.get(arm, ())
-    return {rate: "failed" if rate in failed else loss for rate, loss in part.screening[arm].items()}
+    return {rate: "missing" if rate in failed else loss for rate, loss in part.screening[arm].items()}
 
 
 def _written_losses(part: Part, arm: str) -> dict[float, float | str | None]:
@@ -240,11 +263,11 @@ def _files(study: Study, folder: Path) -> tuple[Path, Path]:
     return folder / f"{study.name}.md", folder / f"{study.name}.json"
 
 
-def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Path) -> Path:
+def write(study: Study, parts: list[Part], folder: Path) -> Path:
     """Keep the answer as a page and as numbers beside the runs; the page's path."""
     refuse_foreign_files(study, folder)
     page, numbers = _files(study, folder)
-    whole_files.write(page, in_markdown(study, parts, failed))
+    whole_files.write(page, in_markdown(study, parts))
     content = [
         {
             "settings": part.settings,
@@ -254,6 +277,7 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
             # Only in studies that drop rates, so that the answers of all others stay as they are.
             **({"dropped_learning_rates": part.dropped} if part.dropped else {}),
             "missing": part.missing,
+            **({"missing_runs": _as_rows(part.lost)} if part.lost else {}),
             "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
             "measures": [column.measure for column in part.table.columns],
             "comparisons": _as_numbers(part.comparisons),
@@ -264,6 +288,10 @@ def write(study: Study, parts: list[Part], failed: Mapping[str, str], folder: Pa
     ]
     whole_files.write(numbers, whole_files.json_text(content, indent=2, default=str) + "\n")
     return page
+
+
+def _as_rows(lost: Mapping[str, Sequence[LostRun]]) -> list[dict[str, str]]:
+    return [{"arm": arm, **run._asdict()} for arm, runs in lost.items() for run in runs]
 
 
 def _as_numbers(comparisons: Mapping[str, list[Comparison]]) -> dict[str, list[dict[str, Any]]]:

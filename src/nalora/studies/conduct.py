@@ -13,9 +13,10 @@ from pathlib import Path
 
 from nalora.errors import NALoRAError
 from nalora.studies.ended import is_disk_full, told
-from nalora.studies.engines import Engine
+from nalora.studies.engines import Engine, refuse_without_locks
 from nalora.studies.job import Job, log_of
 from nalora.studies.schedule import Schedule
+from nalora.studies.signals import StoppedBySignal, StopSignals
 from nalora.studies.store import Result, Store
 from nalora.studies.study import Study
 from nalora.whole_files import json_text
@@ -37,6 +38,12 @@ class Progress:
     done_before: int = 0
     total: int = 0
     stopping: bool = False
+
+    @property
+    def missing(self) -> list[Job]:
+        """Runs that failed and without which an arm has no learning rate or no verdict."""
+        lost = [job for cell in self.schedule.cells for job in self.schedule.lost(cell, self.results, self.failed)]
+        return list({job.key: job for job in lost}.values())
 
     @property
     def done(self) -> int:
@@ -61,6 +68,9 @@ def conduct(
 ) -> Progress:
     """Do everything that is not done; failed runs are listed and do not stop the rest.
 
+    A run that crashes or is killed is started once more, from its last checkpoint. If it fails again, or if its error
+    cannot go away by itself, it is missing: its arm has no learning rate and no verdict until it is there.
+
     Args:
         study: what is compared.
         store: the folder of all runs, which every worker can reach.
@@ -71,48 +81,56 @@ def conduct(
     Raises:
         NALoRAError: the store's disk is full: what runs is let finish, nothing is lost; or a worker was told to end:
             everything else is done, and its run is open at the next start.
+        StoppedBySignal: SIGTERM or SIGHUP; the workers have ended, each with a checkpoint of its run.
     """
     # Workers may be in another folder, and half-done runs must be found under the name they were begun with.
     store = store.absolute()
     store.mkdir(parents=True, exist_ok=True)
+    refuse_without_locks(store)
     failures = _Failures(store / f"{study.name}.failures.jsonl")
     runs = Store(store)
     progress = _finished(study, store, retry_failed)
     schedule = progress.schedule
-    full, stopped = "", set[str]()
-    try:
-        while True:
-            if shutil.disk_usage(store).free < _ROOM:
-                full = full or "less than 1 GiB of room on its disk"
-            busy = {*progress.running, *stopped}
-            waiting = [j for j in schedule.open_jobs(progress.results, progress.failed) if j.key not in busy]
-            progress.total = schedule.total(progress.results, progress.failed)
-            while waiting and engine.has_room() and not full:
-                job = waiting.pop(0)
-                engine.submit(job)
-                progress.running[job.key] = job
+    full, stopped, repeated = "", set[str](), set[str]()
+    with StopSignals() as signals:
+        try:
+            while True:
+                if shutil.disk_usage(store).free < _ROOM:
+                    full = full or "less than 1 GiB of room on its disk"
+                busy = {*progress.running, *stopped}
+                waiting = [j for j in schedule.open_jobs(progress.results, progress.failed) if j.key not in busy]
+                progress.total = schedule.total(progress.results)
+                while waiting and engine.has_room() and not full and signals.received is None:
+                    job = waiting.pop(0)
+                    engine.submit(job)
+                    progress.running[job.key] = job
+                changed(progress)
+                if signals.received is not None:
+                    raise StoppedBySignal(signals.received)
+                if not progress.running:
+                    break
+                for ended in engine.wait(_LOOK_AGAIN):
+                    job = progress.running.pop(ended.key)
+                    if ended.too_crowded and engine.give_way(ended.key):
+                        continue  # not its fault: it waits for a place beside fewer others
+                    result = runs.result(ended.key, job.ask_limit)
+                    whole = result is not None and all(result.has(part) for part in job.parts)
+                    if ended.disk_full:
+                        full = full or str(ended.error)
+                    elif ended.told_to_end:
+                        stopped.add(ended.key)
+                    elif result is not None and whole and (ended.error is None or result.diverged):
+                        progress.results[ended.key] = result
+                    elif ended.may_be_repeated and ended.key not in repeated:
+                        repeated.add(ended.key)
+                    else:
+                        full = _write_down(failures, progress, job, ended.error or "it ended without a result") or full
+        except KeyboardInterrupt:
+            progress.stopping = True
             changed(progress)
-            if not progress.running:
-                break
-            for ended in engine.wait(_LOOK_AGAIN):
-                job = progress.running.pop(ended.key)
-                if ended.too_crowded and engine.give_way(ended.key):
-                    continue  # not its fault: it waits for a place beside fewer others
-                result = runs.result(ended.key, job.ask_limit)
-                if ended.disk_full:
-                    full = full or str(ended.error)
-                elif ended.told_to_end:
-                    stopped.add(ended.key)
-                elif ended.error is None and result is not None and all(result.has(part) for part in job.parts):
-                    progress.results[ended.key] = result
-                else:
-                    full = _write_down(failures, progress, job, ended.error or "it ended without a result") or full
-    except KeyboardInterrupt:
-        progress.stopping = True
-        changed(progress)
-        raise
-    finally:
-        engine.close()
+            raise
+        finally:
+            engine.close()
     if full and schedule.open_jobs(progress.results, progress.failed):
         raise NALoRAError(
             str(store),
@@ -158,7 +176,7 @@ def _finished(study: Study, store: Path, retry_failed: bool = False) -> Progress
     progress = Progress(schedule, {}, _of_this_study(schedule, failed))
     _find_known(progress, Store(store))
     progress.done_before = progress.done
-    progress.total = progress.schedule.total(progress.results, progress.failed)
+    progress.total = progress.schedule.total(progress.results)
     return progress
 
 

@@ -15,6 +15,10 @@ _SIGNS_OF_A_FULL_DISK = (
 )  # fmt: skip
 
 
+class NotRepeated(str):
+    """The text of an error after which the run is not repeated in the same sitting: it would end in the same way."""
+
+
 class Ended(NamedTuple):
     """A job that came to its end; `error` says how it failed."""
 
@@ -25,6 +29,11 @@ class Ended(NamedTuple):
     def too_crowded(self) -> bool:
         """Whether it failed for want of a GPU's memory, which beside fewer runs it might have had."""
         return self.error is not None and self.error.startswith("OutOfMemoryError")
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether another attempt may go better: after a crash or a kill, but not after an error in the settings."""
+        return not isinstance(self.error, NotRepeated) and not self.too_crowded
 
     @property
     def disk_full(self) -> bool:
@@ -46,7 +55,9 @@ def told(error: BaseException, line: int = 0) -> str:
     """What went wrong, by one line of its message; where the disk is full, that comes first."""
     lines = str(error).strip().splitlines() or [""]
     text = str(error) if isinstance(error, NALoRAError) else f"{type(error).__name__}: {lines[line]}"
-    return f"{_DISK_FULL} ({text})" if is_disk_full(error) else text
+    if is_disk_full(error):
+        return f"{_DISK_FULL} ({text})"
+    return NotRepeated(text) if isinstance(error, NALoRAError) else text
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
 Do = Callable[[Job], None]
 _TERMINATED = 128 + 15  # as a shell would say of SIGTERM
-_SECONDS_TO_END = 30.0
+SECONDS_TO_END = 30.0
 
 
 class Engine(Protocol):
@@ -53,7 +54,6 @@ class _Worker:
     def __init__(self, gpu: str | None, do: Do) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        # A session of its own: Ctrl-C is the study's to answer, which stops its workers.
         self.process = context.Process(target=_serve, args=(theirs, gpu, os.getpid(), do), daemon=False)
         self.process.start()
         theirs.close()
@@ -149,7 +149,7 @@ class LocalEngine:
             KeyboardInterrupt: asked again while waiting; all are killed at once then.
         """
         workers = [worker for worker in self._workers if worker is not None]
-        latest = time.monotonic() + _SECONDS_TO_END
+        latest = time.monotonic() + SECONDS_TO_END
         try:
             for worker in workers:
                 worker.process.terminate()
@@ -166,7 +166,9 @@ def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
 
     from tqdm import tqdm
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Both reach every process of a terminal; the study answers them, and tells its workers to end by SIGTERM.
+    for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+        signal.signal(number, signal.SIG_IGN)
     # Its lock between processes would be left behind by a worker that is killed, and Python would complain of that.
     tqdm.set_lock(threading.RLock())
     if gpu is not None:
@@ -195,7 +197,7 @@ def attempt(job: Job, do: Do = work) -> str | None:
     try:
         with _into(log_of(job)), _alone(log_of(job)):
             return _attempt(job, do)
-    except OSError as error:  # its log cannot be written
+    except (OSError, NALoRAError) as error:  # its log cannot be written, or not be locked
         return told(error)
 
 
@@ -244,6 +246,9 @@ def _alone(path: Path) -> Iterator[None]:
     """Nobody else does this job meanwhile: a worker whose study was killed may still be at it.
 
     Its log is locked, which ends with the holder's life, however that ends; NFS passes such locks on to other machines.
+
+    Raises:
+        NALoRAError: the file system has no locks.
     """
     if sys.platform == "win32":
         yield
@@ -257,5 +262,31 @@ def _alone(path: Path) -> Iterator[None]:
             print("another process is at this run; waiting for its end", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            print(f"this file system knows no locks ({error.strerror}); nobody else may do this run", flush=True)
+            raise _no_locks(path.parent, error) from error
         yield
+
+
+def refuse_without_locks(store: Path) -> None:
+    """Find out before any run whether files of the store can be locked.
+
+    Raises:
+        NALoRAError: they cannot: two studies could train the same run into the same files.
+    """
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    with tempfile.TemporaryFile(dir=store) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _no_locks(store, error) from error
+
+
+def _no_locks(store: Path, error: OSError) -> NALoRAError:
+    return NALoRAError(
+        str(store),
+        found=f"a file system without file locks ({error.strerror})",
+        expected="locks, so that no run is trained by two processes at a time",
+        fix="use a store on a local disk, or mount this one with locks (NFS without nolock, Lustre with flock)",
+    )

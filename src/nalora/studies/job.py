@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nalora.errors import NALoRAError
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
 from nalora.training import contents, marker
 from nalora.training.folder import RunFolder
@@ -59,6 +60,13 @@ def work(job: Job, device: str | None = None) -> None:
         return
     before = {part for part in (VALIDATION, TEST, ANSWERS) if known.has(part)}
     _train_and_ask(job, again.new, {*job.parts} | before, device)
+    if (repeated := Store(again.aside).result(again.new.path.name)) is not None and repeated.diverged:
+        raise NALoRAError(
+            str(again.new.path),
+            found="a run that diverged",
+            expected="the result that it had when it was trained before",
+            fix=f"look at its metrics; to train it again, remove {again.aside}",
+        )
     again.take_its_place()
 
 

@@ -50,7 +50,7 @@ def write_page(study: Study, progress: Progress, store: Path, output: Path, aske
 def _shown(progress: Progress, cell: Cell) -> str | None:
     """The run that stands for an arm: its first seed at the chosen rate, or the best that is known."""
     schedule, results = progress.schedule, progress.results
-    rate = schedule.chosen_rate(cell, results, progress.failed)
+    rate = schedule.chosen_rate(cell, results)
     if rate is not None:
         for job in schedule.final(cell, rate):
             if job.key in results:
@@ -77,6 +77,7 @@ def _part(part: Part, places: Mapping[tuple[Any, str], int]) -> AnswerPart:
         rates=part.rates,
         differences=_differences(part.comparisons),
         controls=_differences(part.controls),
+        missing=list({run.key: run.label for runs in part.lost.values() for run in runs}.values()),
         shown={arm: places[here, arm] for arm in part.rates if (here, arm) in places},
     )
 

@@ -8,8 +8,8 @@ import socket
 from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError
-from nalora.studies.ended import TOLD_TO_END, Ended, told
-from nalora.studies.engines import Do, attempt
+from nalora.studies.ended import TOLD_TO_END, Ended, NotRepeated, told
+from nalora.studies.engines import SECONDS_TO_END, Do, attempt
 from nalora.studies.job import Job, log_of, work
 
 # Of the study's environment, what a run must see as well; everything else is the node's own.
@@ -116,11 +116,22 @@ class RayEngine:
         return True
 
     def close(self) -> None:
-        """Cancel what runs, and leave the cluster; one that was started here ends."""
-        for reference in self._underway:
-            self._ray.cancel(reference, force=True)
-        self._underway = {}
-        self.close_connection()
+        """Tell every run to end, which a training run does with a checkpoint; those that take long are killed.
+
+        Then leave the cluster; one that was started here ends.
+        """
+        left = list(self._underway)
+        try:
+            for reference in left:
+                # Arrives as Ctrl-C does: a training run ends after its step, anything else at once.
+                self._ray.cancel(reference)
+            if left:
+                _, left = self._ray.wait(left, num_returns=len(left), timeout=SECONDS_TO_END)
+        finally:
+            for reference in left:
+                self._ray.cancel(reference, force=True)
+            self._underway = {}
+            self.close_connection()
 
     def close_connection(self) -> None:
         """Leave a connection alone that was there before."""
@@ -139,7 +150,7 @@ class RayEngine:
             ended = Ended(job.key, self._ray.get(reference))
         except losses as error:
             why = type(error).__name__
-            ended = Ended(job.key, f"its worker was lost ({why}), retried {self._retries} times")
+            ended = Ended(job.key, NotRepeated(f"its worker was lost ({why}), retried {self._retries} times"))
         except errors.RayError as error:  # the job could not even begin, say where nalora is not installed
             return Ended(job.key, told(getattr(error, "cause", None) or error, line=-1))
         else:

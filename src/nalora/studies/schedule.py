@@ -84,19 +84,16 @@ class Schedule:
         best = min((loss for loss in losses.values() if math.isfinite(loss)), default=math.inf)
         return tuple(rate for rate, loss in losses.items() if loss > best + margin)
 
-    def screened(
-        self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
-    ) -> dict[float, float | None]:
-        """The mean validation loss of every learning rate, None while runs are missing.
+    def screened(self, cell: Cell, results: Mapping[str, Result]) -> dict[float, float | None]:
+        """The mean validation loss of every learning rate, None while one of its runs is missing.
 
-        A run that failed or diverged counts as infinitely bad; not one that failed later, when more was asked of it.
-        Of a dropped rate it is the loss with the first screening seed.
+        A run that diverged has an infinite loss. One that crashed or was killed has none: its learning rate may be the
+        best. Of a dropped rate it is the loss with the first screening seed.
         """
         means: dict[float, float | None] = {}
         for rate in cell.arm.learning_rates:
             names = self.screening_keys(cell, rate, results)
-            known = {name: results[name].losses[VALIDATION] for name in names if is_screened(name, results)}
-            losses = [known.get(name, math.inf) for name in names if name in known or name in failed]
+            losses = [results[name].losses[VALIDATION] for name in names if is_screened(name, results)]
             means[rate] = statistics.fmean(losses) if len(losses) == len(names) else None
         return means
 
@@ -106,19 +103,30 @@ class Schedule:
         seeds = self.study.screening_seeds[: 1 if rate in dropped else None]
         return [self.job(cell, rate, seed).key for seed in seeds]
 
-    def chosen_rate(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> float | None:
-        """The learning rate with the lowest validation loss; None while runs are missing, or all have failed."""
+    def chosen_rate(self, cell: Cell, results: Mapping[str, Result]) -> float | None:
+        """The learning rate with the lowest validation loss; None while a run is missing, or if all rates diverged."""
         if len(cell.arm.learning_rates) == 1:
             return cell.arm.learning_rates[0]
         dropped = self.dropped_rates(cell, results)
         if dropped is None:
             return None
-        means = {rate: loss for rate, loss in self.screened(cell, results, failed).items() if rate not in dropped}
+        means = {rate: loss for rate, loss in self.screened(cell, results).items() if rate not in dropped}
         known = {rate: loss for rate, loss in means.items() if loss is not None}
         if len(known) < len(means):
             return None
         best = min(known, key=lambda rate: known[rate])
         return best if math.isfinite(known[best]) else None
+
+    def diverged(self, cell: Cell, results: Mapping[str, Result]) -> bool:
+        """Whether every learning rate of the arm diverged, so that there is none to choose."""
+        losses = self.screened(cell, results).values()
+        return len(cell.arm.learning_rates) > 1 and all(loss == math.inf for loss in losses)
+
+    def lost(self, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Job]:
+        """Runs that the arm's answer needs and that failed, each once."""
+        rate = self.chosen_rate(cell, results)
+        needed = [*self.screening(cell, results), *(self.final(cell, rate) if rate is not None else [])]
+        return list({job.key: job for job in needed if job.key in failed and not _is_done(job, results)}.values())
 
     def final(self, cell: Cell, rate: float) -> list[Job]:
         """The runs that are compared: the chosen learning rate with every seed."""
@@ -134,12 +142,11 @@ class Schedule:
         wanted: list[Job] = []
         for cell in self.cells:
             wanted += self._screening_now(cell, results)
-            if (rate := self.chosen_rate(cell, results, failed)) is not None:
+            if (rate := self.chosen_rate(cell, results)) is not None:
                 wanted += self.final(cell, rate)
         jobs: dict[str, Job] = {}
         for job in wanted:
-            known = results.get(job.key)
-            if job.key not in failed and not (known and all(known.has(part) for part in job.parts)):
+            if job.key not in failed and not _is_done(job, results):
                 twin = jobs.get(job.key, job)
                 parts = tuple(dict.fromkeys((*twin.parts, *job.parts)))
                 jobs[job.key] = twin if parts == twin.parts else replace(twin, parts=parts)
@@ -152,19 +159,24 @@ class Schedule:
             return jobs
         return [job for job in jobs if job.settings["seed"] == self.study.screening_seeds[0]]
 
-    def total(self, results: Mapping[str, Result], failed: Mapping[str, str]) -> int:
+    def total(self, results: Mapping[str, Result]) -> int:
         """How many runs the study has in all, those included whose learning rate is not chosen yet."""
         known: set[str] = set()
         unknown = 0
         for cell in self.cells:
             known |= {job.key for job in self.screening(cell, results)}
-            rate = self.chosen_rate(cell, results, failed)
+            rate = self.chosen_rate(cell, results)
             if rate is not None:
                 known |= {job.key for job in self.final(cell, rate)}
             else:
                 # One of them is a screening run, at whatever rate that will be.
                 unknown += len(set(cell.arm.seeds) - set(self.study.screening_seeds))
         return len(known) + unknown
+
+
+def _is_done(job: Job, results: Mapping[str, Result]) -> bool:
+    known = results.get(job.key)
+    return known is not None and all(known.has(part) for part in job.parts)
 
 
 def is_screened(key: str, results: Mapping[str, Result]) -> bool:

@@ -49,9 +49,12 @@ class Result(NamedTuple):
     measures: dict[str, float]
     seconds: float
     examples: int = 0
+    diverged: bool = False
 
     def has(self, part: str) -> bool:
-        """Whether this part was asked already."""
+        """Whether this part was evaluated already; a diverged run has nothing left to evaluate."""
+        if self.diverged:
+            return True
         return bool(self.measures) if part == ANSWERS else part in self.losses
 
 
@@ -80,12 +83,16 @@ class Store:
         """What is known of a finished run, None of any other.
 
         Only what it was asked of its own task counts. A study leaves losses.json, which is of all questions; beside it
-        summary.json may be of fewer: its answers count if it is of the first `ask_limit`, or else of all.
+        summary.json may be of fewer: its answers count if it is of the first `ask_limit`, or else of all. A run that
+        diverged has an infinite loss in every part and is finished: training it again would give the same.
         """
         folder = self.folder(name)
         found = _read(folder.result)
         if found is None:
             return None
+        if found.get("diverged"):
+            infinite = {VALIDATION: math.inf, TEST: math.inf}
+            return Result(None, infinite, {}, found.get("seconds") or 0.0, found.get("examples") or 0, diverged=True)
         losses: dict[str, float] = {}
         measures: dict[str, float] = {}
         # A task's name may hold a slash, which makes its folder one deeper.

@@ -90,7 +90,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
 
 
 class GracefulStop(TrainerCallback):  # type: ignore[misc]
-    """The first Ctrl-C (or SIGTERM) ends the run after the step it is in, with a checkpoint; the second at once."""
+    """Ctrl-C or SIGTERM ends the run after the step it is in, with a checkpoint; a second Ctrl-C at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -101,7 +101,8 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
         self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        # A service manager sends SIGTERM to every process, and a study then to its workers: that is no second thought.
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
 
