@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.control import Control, multiply_gradients, multiply_updates
+from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
 
 
 def one_step(model, inputs, controlled, apply_to="gradient", **settings):
@@ -168,3 +168,44 @@ def test_a_factor_of_one_is_exact():
     parameter = torch.nn.Parameter(new.clone())
     multiply_updates([Control([parameter], torch.ones(1, 1000))], {parameter: old})
     assert torch.equal(parameter.detach(), new)
+
+
+def test_updates_of_bf16_parameters_are_multiplied_in_float32():
+    """A factor of 1.0625 or 1.07 is the same in bf16's eight bits, and so is a sum of two numbers near each other."""
+    drawn = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(64, 64, generator=drawn).bfloat16() for _ in range(2))
+    factors = 0.5 + torch.rand(1, 64, 1, generator=drawn)
+    parameter = torch.nn.Parameter(old.clone())
+    control = Control([parameter], factors)
+    before = snapshot([control])
+    parameter.data.copy_(new)
+    multiply_updates([control], before)
+    expected = old.double() + factors[0].double() * (new.double() - old.double())
+    assert parameter.dtype == torch.bfloat16
+    wrong = parameter.detach() != expected.bfloat16()
+    assert wrong.float().mean() < 1e-3, "at most where float32 rounds another way just between two bf16 numbers"
+
+
+def test_a_bf16_adapter_in_update_space_moves_by_its_factors():
+    def after_a_step(controlled):
+        model = tiny.llama(dtype=torch.bfloat16)
+        optimizer = SGD(tiny.trainable(model), lr=0.1)
+        config = NALoRAConfig(start="first", apply_to="update")
+        controller = nalora.attach(model, optimizer, config) if controlled else None
+        model(tiny.tokens()).logits.square().sum().backward()
+        optimizer.step()
+        return tiny.adapter_state(model), controller
+
+    start = tiny.adapter_state(tiny.llama(dtype=torch.bfloat16))
+    plain, _ = after_a_step(controlled=False)
+    ours, controller = after_a_step(controlled=True)
+    for plan in controller.plan.blocks:
+        mask, (gate, _, down) = state(controller, plan.block.name)
+        for name, factor in (
+            (f"{plan.block.down.name}.lora_B.default.weight", down),
+            (f"{plan.block.gate.name}.lora_B.default.weight", (gate * mask)[:, None]),
+        ):
+            old, new = start[name].double(), plain[name].double()
+            assert ours[name].dtype == torch.bfloat16
+            assert (ours[name] != (old + factor.double() * (new - old)).bfloat16()).float().mean() < 0.01
+            assert not torch.equal(ours[name], plain[name])

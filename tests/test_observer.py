@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import tiny
 import torch
+from test_blocks import dense_gpt_oss
 from torch.nn import functional
 from torch.optim import LBFGS, SGD, AdamW
 
@@ -458,3 +459,20 @@ def test_a_quantised_base_is_observed_with_its_adapter(kind):
     assert controller._groups[0].stacked.sensitivity.dtype == torch.float32
     optimizer.step()
     assert controller.metrics()["mask_mean"] < 1
+
+
+def test_the_utility_counts_the_constant_that_is_added_to_up():
+    """gpt-oss multiplies by up + 1: the importance of a channel is E|φ′(z)|·|u + 1|."""
+    torch.manual_seed(0)
+    model = tiny.with_lora(dense_gpt_oss().double())
+    seen = []
+    layer = model.base_model.model.layers[0].gate_up_proj
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    _, _, controller = attached(model, importance="utility", regimes="derived")
+    seen.clear()
+    model(torch.randn(3, 5, 16, dtype=torch.float64)).sum().backward()
+    (gate_up,) = seen
+    z, u = gate_up[..., ::2].reshape(-1, 24).requires_grad_(), gate_up[..., 1::2].reshape(-1, 24)
+    (derivative,) = torch.autograd.grad((z * torch.sigmoid(1.702 * z)).sum(), z)
+    (group,) = controller._groups
+    torch.testing.assert_close(group.sums(0).sensitivity.sum(0), (derivative.abs() * (u + 1).abs()).sum(0))

@@ -188,6 +188,22 @@ def test_references_are_shown_to_the_judge_of_maths(bench, server):
     ]
 
 
+@pytest.mark.parametrize("category", ["math", "reasoning", "coding"])
+def test_these_categories_are_judged_with_a_reference(bench, server, data_dir, category):
+    write_lines(data_dir / "mt_bench/question.jsonl", [{**QUESTIONS[1], "category": category}])
+    task = bench()
+    task.score(task.test_examples()[0], ["It is 41.", "It is 50."])
+    assert [prompt.split()[0] for prompt in server.prompts] == ["REF", "REF2"]
+
+
+@pytest.mark.parametrize("category", ["writing", "roleplay", "extraction", "stem", "humanities"])
+def test_these_categories_are_judged_without_a_reference(bench, server, data_dir, category):
+    write_lines(data_dir / "mt_bench/question.jsonl", [{**QUESTIONS[1], "category": category}])
+    task = bench()
+    task.score(task.test_examples()[0], ["It is 41.", "It is 50."])
+    assert [prompt.split()[0] for prompt in server.prompts] == ["RATE", "RATE2"]
+
+
 def test_a_missing_reference_is_said_before_anything_is_asked(bench, server, data_dir):
     write_lines(data_dir / "mt_bench/reference_gpt-4.jsonl", [])
     with pytest.raises(NALoRAError, match="mt-bench/111: found no reference answer.*FastChat"):
