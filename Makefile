@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 QUICK  := not slow and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-slow lint demo clean
+.PHONY: help test test-slow lint demo mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -31,6 +31,11 @@ lint: .venv/dev.stamp  ## ruff and mypy
 # Threads that wait asleep: on two cores that other work shares, a step takes 3 s instead of 20 s.
 demo: .venv/demo.stamp  ## LoRA and NA-LoRA side by side on a real model
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nalora demo
+
+# Hours on two cores. Started again it goes on with the mutants that were not tried yet: build/mutants.jsonl.
+mutants: .venv/dev.stamp  ## changes of the code that no test notices: docs/testing.md
+	$(PIP) --editable ".[mutation]"
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

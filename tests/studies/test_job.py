@@ -52,6 +52,33 @@ def test_a_run_without_its_weights_answers_what_is_known_and_is_trained_again_fo
     assert after.losses[VALIDATION] == before.losses[VALIDATION]
 
 
+def test_a_run_that_diverged_is_a_result_and_is_neither_evaluated_nor_trained_again(job):
+    diverging = replace(job, settings={**job.settings, "learning_rate": 1e30, "steps": 12})
+    with pytest.raises(NALoRAError, match="diverged"):
+        work(diverging)
+    store = Store(job.store)
+    known = store.result("run")
+    assert known.diverged
+    assert known.losses == {VALIDATION: math.inf, TEST: math.inf}
+    stamp = store.folder("run").result.stat().st_mtime_ns
+    work(replace(diverging, parts=(VALIDATION, TEST, ANSWERS)))
+    assert store.folder("run").result.stat().st_mtime_ns == stamp
+    assert not store.folder("run").evaluations.exists()
+
+
+def test_a_run_that_diverges_when_it_is_trained_again_does_not_replace_what_is_known(job):
+    work(job)
+    store = Store(job.store)
+    known = store.result("run")
+    shutil.rmtree(store.folder("run").adapter)
+    new = Store(Path(job.store) / "run.again").folder("new")
+    new.path.mkdir(parents=True)
+    new.result.write_text('{"diverged": true, "diverged_step": 1}')
+    with pytest.raises(NALoRAError, match="found a run that diverged; expected the result that it had"):
+        work(asking(job, VALIDATION, TEST))
+    assert store.result("run") == known
+
+
 def test_more_questions_need_no_second_training(job):
     work(job)
     stamp = Store(job.store).folder("run").result.stat().st_mtime_ns

@@ -22,7 +22,6 @@ from nalora.studies.withheld import (
     without_results,
 )
 
-
 LOSS = "test loss"
 
 

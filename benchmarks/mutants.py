@@ -1,0 +1,285 @@
+"""Mutation testing: which changes of the code no test notices.
+
+python benchmarks/mutants.py                      # all mutants of the core, and a sample of the other modules
+python benchmarks/mutants.py equations decision   # all mutants of these modules
+python benchmarks/mutants.py --sample 50 observer --seed 1
+
+Each mutant runs in a process of its own that is forked from a warm one: PyTorch and Transformers are imported once, and
+nalora is imported with the changed module in place of the file. It runs the tests that execute the changed line, the
+fastest first, until one fails. Which tests execute which line is measured at the start,
+once for each state of the code and of a file of tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import importlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mutant_sources import Mutant, mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ("equations", "decision", "control", "studies/comparison")
+SAMPLED = ("observer", "methods/*", "diagnostics/measures", "tasks/answers")
+CORE_TESTS = (
+    "tests/test_equations.py", "tests/test_decision.py", "tests/test_control.py", "tests/test_controller.py",
+    "tests/studies/test_comparison.py",
+)  # fmt: skip
+OTHER_TESTS = (
+    "tests/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py", "tests/methods",
+)  # fmt: skip
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--hypothesis-seed=0", "--no-header")
+# A mutant that lives runs all tests of its line, up to so many seconds of them; one that hangs counts as noticed.
+SECONDS_OF_TESTS = 60.0
+FEWEST_TESTS = 5
+
+
+class _Timed:
+    """For pytest: how long each test takes, and which one the coverage is of."""
+
+    def __init__(self, coverage: Any) -> None:
+        self.coverage, self.seconds = coverage, collections.defaultdict[str, float](float)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+
+class _Changed(importlib.abc.Loader, importlib.abc.MetaPathFinder):
+    """Imports one module from a text in place of its file."""
+
+    def __init__(self, name: str, file: Path, text: str) -> None:
+        self.name, self.file, self.text = name, file, text
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.file, loader=self)
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.text, str(self.file), "exec"), module.__dict__)
+
+
+def main() -> int:
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("modules", nargs="*", help="below src/nalora, without .py; all of the above by default")
+    given.add_argument("--sample", type=int, default=0, help="only so many mutants, drawn from all of these modules")
+    given.add_argument("--seed", type=int, default=0, help="of the sample")
+    given.add_argument("--only", default="", help="names of single mutants, separated by commas")
+    given.add_argument("--tests", nargs="+", help="the files of tests that may notice a mutant")
+    given.add_argument("--output", default="build/mutants.jsonl", help="one row for each mutant; known ones are kept")
+    options = given.parse_args()
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    files = _files(options.modules or [*CORE, *SAMPLED])
+    core_alone = all(file in _files(list(CORE)) for file in files)
+    tests = options.tests or [*CORE_TESTS, *([] if core_alone else OTHER_TESTS)]
+    covering = _covering(_files([*CORE, *SAMPLED]), [file for test in tests for file in _test_files(test)])
+    chosen: list[tuple[Mutant, str]] = []
+    if options.modules:
+        chosen = _drawn([each for file in files for each in mutants(ROOT, file)], options.sample, options.seed)
+    else:
+        chosen = [each for file in _files(list(CORE)) for each in mutants(ROOT, file)]
+        others = [each for file in _files(list(SAMPLED)) for each in mutants(ROOT, file)]
+        chosen += _drawn(others, options.sample or 300, options.seed)
+    if options.only:
+        chosen = [each for each in chosen if each[0].name in options.only.split(",")]
+    output = ROOT / options.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    known = _known(output)
+    for done, (mutant, text) in enumerate(chosen, start=1):
+        mark = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if mark in known and not (options.only or options.tests):
+            continue
+        began = time.monotonic()
+        outcome = _outcome(mutant, text, covering)
+        row = {**mutant._asdict(), "name": mutant.name, "outcome": outcome, "mark": mark}
+        known[mark] = row
+        with output.open("a", encoding="utf-8") as rows:
+            rows.write(json.dumps(row, ensure_ascii=False) + "\n")
+        note = f"{mutant.change}" if outcome == "survived" else ""
+        print(f"{done}/{len(chosen)} {mutant.name} {outcome} {time.monotonic() - began:.1f}s {note}", flush=True)
+    rows = [known[hashlib.sha256(text.encode()).hexdigest()[:16]] for _, text in chosen]
+    return _report(rows)
+
+
+def _files(modules: list[str]) -> list[str]:
+    found = [sorted((ROOT / "src" / "nalora").glob(f"{module}.py")) for module in modules]
+    assert all(found), f"no such module among {modules}"
+    return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
+
+
+def _test_files(place: str) -> list[str]:
+    path = ROOT / place
+    return [str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py"))] if path.is_dir() else [place]
+
+
+def _drawn(found: list[tuple[Mutant, str]], count: int, seed: int) -> list[tuple[Mutant, str]]:
+    if not count or count >= len(found):
+        return found
+    places = sorted(random.Random(seed).sample(range(len(found)), count))
+    return [found[place] for place in places]
+
+
+def _known(output: Path) -> dict[str, dict[str, Any]]:
+    lines = output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+    return {row["mark"]: row for row in map(json.loads, lines)}
+
+
+class _Covering:
+    """Which tests execute which line, how long each takes, and what they import."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, dict[str, set[str]]] = {}
+        self.seconds: dict[str, float] = {}
+        self.imports: list[str] = []
+
+    def add(self, lines: dict[str, dict[str, list[str]]], seconds: dict[str, float], imports: list[str]) -> None:
+        """What was measured of one file of tests."""
+        self.seconds |= seconds
+        self.imports += [name for name in imports if name not in self.imports]
+        for file, by_line in lines.items():
+            for line, tests in by_line.items():
+                self.lines.setdefault(file, {}).setdefault(line, set()).update(filter(None, tests))
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests of the mutant's lines, the fastest first; those of the whole module where there are few."""
+        by_line = self.lines.get(mutant.file, {})
+        found = {test for line in range(mutant.first, mutant.last + 1) for test in by_line.get(str(line), ())}
+        if len(found) < FEWEST_TESTS:  # also what is executed once, when the module is imported or a cache is filled
+            found |= {test for tests in by_line.values() for test in tests}
+        total, chosen = 0.0, list[str]()
+        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
+            total += self.seconds[test]
+            if total > SECONDS_OF_TESTS and chosen:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def _covering(files: list[str], tests: list[str]) -> _Covering:
+    """Measured in child processes, since this one must not import what will be changed; once for each state of them."""
+    code = b"".join(path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py")))
+    found = _Covering()
+    (ROOT / "build").mkdir(exist_ok=True)
+    for test in tests:
+        state = hashlib.sha256(code + (ROOT / test).read_bytes() + " ".join(files).encode()).hexdigest()[:16]
+        kept = ROOT / "build" / f"covering-{state}.json"
+        if not kept.is_file():
+            print(f"measuring which lines {test} executes", flush=True)
+            if os.waitstatus_to_exitcode(os.waitpid(_measure(files, test, kept), 0)[1]) != 0:
+                raise SystemExit(f"{test} fails without any mutant")
+        found.add(*json.loads(kept.read_text()))
+        _import_all(found.imports)
+    return found
+
+
+def _measure(files: list[str], test: str, kept: Path) -> int:
+    if child := os.fork():
+        return child
+    import coverage
+    import pytest
+
+    measured = coverage.Coverage(data_file=None, include=[str(ROOT / file) for file in files])
+    measured.start()
+    timed = _Timed(measured)
+    code = pytest.main([*OPTIONS, test], plugins=[timed])
+    measured.stop()
+    data = measured.get_data()
+    lines = {
+        file: {str(line): tests for line, tests in data.contexts_by_lineno(str(ROOT / file)).items()} for file in files
+    }
+    own = ("nalora", "test_", "conftest", "__main__", "mutant", *(path.stem for path in (ROOT / "tests").rglob("*.py")))
+    imports = [name for name in sys.modules if not name.startswith(own)]
+    if code in (0, 5):  # 5: all of its tests are slow
+        kept.write_text(json.dumps([lines, dict(timed.seconds), imports]))
+    os._exit(0 if code == 5 else int(code))
+
+
+def _import_all(names: list[str]) -> None:
+    """Once for all mutants; what cannot be imported by its name is imported by each."""
+    devnull, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)
+    os.dup2(devnull, 2)
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException:  # names in sys.modules need not be importable
+            continue
+    os.dup2(kept, 2)
+    os.close(devnull)
+    os.close(kept)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _outcome(mutant: Mutant, text: str, covering: _Covering) -> str:
+    tests = covering.tests_of(mutant)
+    if not tests:
+        return "no tests"
+    limit = 30 + 5 * sum(covering.seconds[test] for test in tests)
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        try:
+            _run_tests(mutant, text, tests, int(limit))
+        finally:
+            os._exit(70)
+    latest = time.monotonic() + 3 * limit  # others use the processor as well
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return "survived" if code == 0 else "killed" if code in (1, 2, 3, 4, 70) else f"died ({code})"
+        if time.monotonic() > latest:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "took too long"
+        time.sleep(0.02)
+
+
+def _run_tests(mutant: Mutant, text: str, tests: list[str], limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    os.dup2(os.open(os.environ.get("MUTANT_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
+    import pytest
+
+    name = mutant.file.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    sys.meta_path.insert(0, _Changed(name, ROOT / mutant.file, text))
+    os._exit(int(pytest.main([*OPTIONS, *tests])))
+
+
+def _report(rows: list[dict[str, Any]]) -> int:
+    """The score of each module; 0 if every mutant was noticed."""
+    by_file: dict[str, collections.Counter[str]] = {}
+    for row in rows:
+        by_file.setdefault(row["file"], collections.Counter())[row["outcome"]] += 1
+    lived = 0
+    for file, counts in by_file.items():
+        total, alive = counts.total(), counts["survived"] + counts["no tests"]
+        lived += alive
+        print(f"{file}: {total - alive} of {total} noticed ({dict(counts)})")
+    print(f"{len(rows) - lived} of {len(rows)} noticed, {100 * (len(rows) - lived) / max(1, len(rows)):.1f} %")
+    return 1 if lived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
