@@ -272,6 +272,19 @@ def test_checkpoints_stand_in_for_snapshots(tmp_path, method, steps):
     assert found["first_to_last"]["D_sel"][1] > 0
 
 
+def test_checkpoints_of_other_ranks_than_the_saved_adapter_are_compared_with_it(tmp_path):
+    """GoRA trains with a rank for each layer and saves one for all; step 3 has no checkpoint."""
+    more = dict(method="gora", gradient_batches=1, min_rank=2, max_rank=9, learning_rate=1e-3)
+    train(check(settings(tmp_path, steps=3, snapshot_every=1, save_every=2, **more)))
+    whole = diagnose(tmp_path / "run", PROBE)
+    shutil.rmtree(tmp_path / "run" / "snapshots")
+    config = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-2" / "adapter_config.json").read_text())
+    assert len(set(config["rank_pattern"].values())) > 1
+    found = diagnose(tmp_path / "run", PROBE)
+    assert found["steps"] == [0, 2, 3]
+    assert found["intervals"][-1]["D_sel"] == pytest.approx(whole["intervals"][-1]["D_sel"], rel=1e-4)
+
+
 def test_a_mask_that_was_followed_and_never_applied_weighs_nothing(tmp_path):
     """With mask and scales off NA-LoRA is LoRA: the same way, and the same movement of homogeneity."""
     found = {}

@@ -238,7 +238,7 @@ def test_the_adapter_loads_on_the_stock_base_and_merges(tmp_path):
     method.save(model, tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(stock(), tmp_path / "adapter").eval()
     ranks = {name: layer.r["default"] for name, layer in layers_of(model).items()}
-    assert {name: layer.r["default"] for name, layer in layers_of(loaded).items()} == ranks
+    assert {layer.r["default"] for layer in layers_of(loaded).values()} == {max(ranks.values())}
     assert len(set(ranks.values())) > 3
     assert (trained - output(stock())).abs().max() > 0.05
     torch.testing.assert_close(output(loaded), trained, rtol=0, atol=1e-5)

@@ -63,6 +63,7 @@ def take_adapter(model: nn.Module, folder: Path) -> None:
     import peft
 
     try:
+        _give_same_ranks(model, folder)
         tensors = load_file(folder / ADAPTER_WEIGHTS)
         outcome = peft.set_peft_model_state_dict(model, tensors, _ADAPTER)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -70,6 +71,21 @@ def take_adapter(model: nn.Module, folder: Path) -> None:
     missing = [name for name in outcome.missing_keys if _ADAPTER in name.split(".")]
     if missing or outcome.unexpected_keys:
         raise _unusable(folder, ValueError(f"other layers: {(missing + list(outcome.unexpected_keys))[0]}"))
+
+
+def _give_same_ranks(model: nn.Module, folder: Path) -> None:
+    """Make the adapter anew where the folder's has other ranks or scalings: GoRA's checkpoints have a rank for each
+    layer, and what it saves at the end has one for all."""
+    import peft
+
+    wrapped: Any = model
+    saved, present = peft.PeftConfig.from_pretrained(str(folder)), wrapped.peft_config[_ADAPTER]
+    names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    if any(getattr(saved, name, None) != getattr(present, name, None) for name in names):
+        wrapped.delete_adapter(_ADAPTER)
+        wrapped.load_adapter(str(folder), _ADAPTER)
+        wrapped.set_adapter(_ADAPTER)
+        model.eval()
 
 
 def _unusable(folder: Path, error: Exception) -> NALoRAError:

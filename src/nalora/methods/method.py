@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora.gathering import gathered
-from nalora.processes import is_first_process
+from nalora.methods.saving import save_adapter
 
 Batch = Mapping[str, Tensor]
 
@@ -112,9 +111,8 @@ class Method:
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write what was trained, such that it loads on the stock base model with stock libraries.
 
+        Layers of different ranks or scalings are written with one of each: other readers than PEFT know no patterns.
+
         Every process calls it, for each may hold a share of the parameters; the first one writes.
         """
-        trained: Any = model
-        state = gathered(model)
-        if is_first_process():
-            trained.save_pretrained(folder, state_dict=state)
+        save_adapter(model, folder)

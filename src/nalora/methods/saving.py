@@ -1,14 +1,56 @@
-"""Adapters written in another form than they were trained in: as plain LoRA, which every library loads."""
+"""Saved adapters that every consumer reads alike: one rank and one LoRA scaling for all layers.
+
+PEFT's `rank_pattern` and `alpha_pattern` give layers ranks and scalings of their own, and other readers do not know
+them: vLLM computes one α/r (α/√r for rsLoRA) from `adapter_config.json` and applies it to every layer. So an adapter
+whose layers differ is written with A and B padded with zeros to the largest rank and the scaling multiplied into B.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from nalora.gathering import gathered
 from nalora.processes import is_first_process
+
+_ADAPTER = "default"
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write a PEFT model's adapter as it is trained, or with one rank and scaling where its layers differ.
+
+    Every process calls it, for each may hold a share of the parameters; the first one writes.
+    """
+    trained: Any = model
+    state = gathered(model)
+    if not is_first_process():
+        return
+    if _is_uniform(model):
+        trained.save_pretrained(folder, state_dict=state)
+        return
+    import peft
+
+    # PEFT picks what belongs to the adapter: a DoRA magnitude or a trained module is saved with the factors.
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(model, state_dict=state)
+    layers = dict(_layers(model))
+    rank = max(layer.r[_ADAPTER] for layer in layers.values())
+    for name, layer in layers.items():
+        for factor, pad in (("A", _with_rows), ("B", _with_columns)):
+            for key in (f"{name}.lora_{factor}.weight", f"{name}.lora_embedding_{factor}"):
+                if key in tensors:
+                    tensors[key] = pad(tensors[key], layer, rank)
+        if (bias := f"{name}.lora_B.bias") in tensors:
+            tensors[bias] = layer.scaling[_ADAPTER] * tensors[bias]
+    config = copy.deepcopy(trained.active_peft_config)
+    config.r = config.lora_alpha = rank
+    config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
+    _write(model, folder, tensors, config)
 
 
 def write_lora(model: nn.Module, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
@@ -20,18 +62,61 @@ def write_lora(model: nn.Module, folder: Path, tensors: dict[str, Tensor], **set
         tensors: by the names that PEFT gives them in a file.
         settings: of `peft.LoraConfig`.
     """
-    if not is_first_process():
-        return
     import peft
 
-    wrapped: Any = model
-    trained = wrapped.active_peft_config
+    trained: Any = model
     # These say where the adapter sits; all other settings say how it was trained.
     names = ("base_model_name_or_path", "revision", "task_type", "target_modules", "lora_dropout", "fan_in_fan_out")
-    config = peft.LoraConfig(**{name: getattr(trained, name) for name in names} | settings, inference_mode=True)
+    kept = {name: getattr(trained.active_peft_config, name) for name in names}
+    _write(model, folder, tensors, peft.LoraConfig(**kept | settings))
+
+
+def _write(model: nn.Module, folder: Path, tensors: dict[str, Tensor], config: Any) -> None:
+    if not is_first_process():
+        return
+    wrapped: Any = model
+    config.inference_mode = True
     base = type(wrapped.get_base_model())
     mapping = None if config.task_type else {"base_model_class": base.__name__, "parent_library": base.__module__}
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(complete, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora.layer import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and _ADAPTER in module.r:
+            yield name, module
+
+
+def _is_uniform(model: nn.Module) -> bool:
+    """Whether the configuration's own r, α and use_rslora give the rank and scaling of every layer."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "peft_type", None) != "LORA":  # full fine-tuning, or another kind of adapter
+        return True
+    scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    return all(
+        layer.r[_ADAPTER] == config.r and math.isclose(layer.scaling[_ADAPTER], scaling, rel_tol=1e-9)
+        for _, layer in _layers(model)
+    )
+
+
+def _with_rows(a: Tensor, layer: Any, rank: int) -> Tensor:
+    """A with `rank` rows for each expert; a layer without experts counts as one. PEFT keeps experts × r rows."""
+    experts = getattr(layer, "num_experts", 1)
+    by_expert = a.reshape(experts, -1, *a.shape[1:])
+    padded = by_expert.new_zeros(experts, rank, *a.shape[1:])
+    padded[:, : by_expert.shape[1]] = by_expert
+    return padded.flatten(0, 1)
+
+
+def _with_columns(b: Tensor, layer: Any, rank: int) -> Tensor:
+    """s·B with `rank` columns for each expert; PEFT keeps r × experts columns, the expert changing fastest."""
+    experts = getattr(layer, "num_experts", 1)
+    by_expert = b.reshape(b.shape[0], -1, experts, *b.shape[2:])
+    padded = by_expert.new_zeros(b.shape[0], rank, experts, *b.shape[2:])
+    padded[:, : by_expert.shape[1]] = layer.scaling[_ADAPTER] * by_expert
+    return padded.flatten(1, 2)

@@ -1,0 +1,127 @@
+"""Every method's saved adapter means the trained model to a reader that knows one rank and one scaling, as vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from gradient_models import collated, layers_of, llama, rows, start_on, train_on
+from served import RefusedError, serve
+from torch import nn
+
+from nalora import methods
+from nalora.methods.gora import GoRA
+from nalora.methods.lora import LoRA
+from nalora.methods.method import Adapter
+from nalora.methods.rslora import RsLoRA
+
+RANK, ALPHA = 4, 12
+SETTINGS = {
+    "gora": {"gradient_batches": 2, "min_rank": 2, "max_rank": 9},
+    "lora-ga": {"gradient_batches": 2},
+    "lora-scaled": {"gate_scale": 0.5},
+}
+REFUSED = {"dora": "DoRA"}
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    batch = collated(rows())
+    found = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return found[batch["attention_mask"] > 0]
+
+
+def trained(method, model: nn.Module) -> nn.Module:
+    data = rows()
+    wrapped = method.prepare(model, Adapter(RANK, ALPHA), start_on(data, steps=20))
+    train_on(wrapped.train(), data, steps=3)
+    return wrapped
+
+
+def adapters():
+    return [name for name in methods.names() if not methods.get(name).trains_the_model]
+
+
+@pytest.mark.parametrize("name", adapters())
+def test_a_server_computes_the_trained_models_logits(name, tmp_path):
+    method = methods.get(name).build(**SETTINGS.get(name, {}))
+    model = trained(method, llama())
+    method.save(model, tmp_path)
+    if name in REFUSED:
+        with pytest.raises(RefusedError, match=REFUSED[name]):
+            serve(llama(), tmp_path)
+        return
+    expected = logits(model)
+    assert (expected - logits(llama())).abs().max() > 0.01
+    torch.testing.assert_close(logits(serve(llama(), tmp_path)), expected, rtol=0, atol=2e-5)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.15,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def qwen3_moe() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=48, hidden_size=24, intermediate_size=40, moe_intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
+        mlp_only_layers=[0], initializer_range=0.15, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [(GoRA(**SETTINGS["gora"]), gpt2), (LoRA(), qwen3_moe), (RsLoRA(), qwen3_moe)],
+    ids=["GoRA of transposed weights", "LoRA of experts", "rsLoRA of experts"],
+)
+def test_layers_of_different_ranks_are_saved_with_one(method, make, tmp_path):
+    """PEFT gives the fused gate and up of experts twice the rank, and under rsLoRA so another scaling."""
+    model = trained(method, make())
+    assert len({layer.r["default"] for layer in layers_of(model).values()}) > 1
+    method.save(model, tmp_path)
+    expected = logits(model)
+    assert (expected - logits(make())).abs().max() > 0.01
+    torch.testing.assert_close(logits(serve(make(), tmp_path)), expected, rtol=0, atol=2e-5)
+    loaded = peft.PeftModel.from_pretrained(make(), tmp_path)
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
+
+
+def test_goras_saved_form_is_padded_and_has_no_patterns(tmp_path):
+    method = GoRA(**SETTINGS["gora"])
+    model = trained(method, llama())
+    ranks = {name: layer.r["default"] for name, layer in layers_of(model).items()}
+    largest = max(ranks.values())
+    assert len(set(ranks.values())) > 2
+    method.save(model, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (largest, largest, False)
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    loaded = layers_of(peft.PeftModel.from_pretrained(llama(), tmp_path))
+    for name, layer in layers_of(model).items():
+        a, b = (getattr(loaded[name], factor)["default"].weight for factor in ("lora_A", "lora_B"))
+        assert a.shape[0] == b.shape[1] == largest
+        assert torch.equal(a[: ranks[name]], layer.lora_A["default"].weight)
+        assert not a[ranks[name] :].any()
+        assert not b[:, ranks[name] :].any()
+    # The model that is still being trained is left as it is.
+    assert {name: layer.r["default"] for name, layer in layers_of(model).items()} == ranks
+    assert model.peft_config["default"].rank_pattern
+
+
+def test_merged_the_weights_are_the_trained_ones(tmp_path):
+    method = GoRA(**SETTINGS["gora"])
+    model = trained(method, llama())
+    method.save(model, tmp_path)
+    merged = peft.PeftModel.from_pretrained(llama(), tmp_path).merge_and_unload()
+    for name, parameter in model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(dict(merged.named_parameters())[name], parameter, rtol=1e-6, atol=1e-6)
