@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import peft
 import pytest
 import tiny
@@ -256,6 +258,32 @@ def test_attention_only_is_refused_with_a_sentence_that_says_what_is_missing():
     model = tiny.llama(target_modules=["q_proj", "v_proj"])
     with pytest.raises(NALoRAError, match=r"adapters on q_proj, v_proj alone.*FFN projection"):
         nalora.attach(model, torch.optim.SGD(tiny.trainable(model)))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "OPT"])
+@pytest.mark.parametrize("with_gate", [True, False])
+@pytest.mark.parametrize("settings", [{"mask": False}, {"scaling": False}, {}], ids=str)
+def test_where_no_control_can_act_each_of_the_fixes_switches_one_on(name, with_gate, settings):
+    gate, down = {"Llama": GATED[::2], "GPT-2": ("c_fc", "mlp.c_proj"), "OPT": ("fc1", "fc2")}[name]
+
+    def planned(targets, **more):
+        return plan(tiny.with_lora(architecture(name), targets), **settings | more)
+
+    targets = [gate, down] if with_gate else [down]
+    try:
+        assert any(each.mask or each.scaling for each in planned(targets).blocks)
+        return
+    except NALoRAError as error:
+        fixes = error.fix.split(", or ")
+    for fix in fixes:
+        if added := re.fullmatch(r"add (.*) to target_modules", fix):
+            found = planned([*targets, added[1]])
+        elif fix == "give NALoRAConfig thresholds=(low, high)":
+            found = planned(targets, thresholds=(-1.0, 1.0))
+        else:
+            key, _, value = fix.removeprefix("set ").partition("=")
+            found = planned(targets, **{key: value.strip("'") if "'" in value else value == "True"})
+        assert any(each.mask or each.scaling for each in found.blocks)
 
 
 def test_gelu_and_relu_regimes():

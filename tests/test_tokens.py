@@ -136,3 +136,22 @@ def test_a_mask_of_another_shape_is_an_error():
     model, _ = attached(Masked(), target_modules=["0", "2"])
     with pytest.raises(NALoRAError, match=r"token mask of shape \(3, 5\) for gate outputs with tokens \(3, 4\)"):
         model.base_model.model(torch.randn(3, 4, 8), attention_mask=torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(8, 5, 3), (8, 8), (8,), (2, 1)])
+@pytest.mark.parametrize("pads_on_the_left", [True, False])
+def test_a_boolean_mask_is_read_by_what_it_means(causal, lengths, pads_on_the_left):
+    """MPT's has True where a key is hidden; everybody else's where it is seen."""
+    from nalora.tokens import _as_token_mask
+
+    real = mask_of(*lengths, size=max(lengths)).bool()
+    if pads_on_the_left:
+        real = real.flip(1)
+    size = real.shape[1]
+    seen = real[:, None, None, :].expand(-1, 1, size, size)
+    if causal:
+        seen = seen & torch.ones(size, size).tril().bool()
+    assert torch.equal(_as_token_mask(seen), real)
+    if causal:
+        assert torch.equal(_as_token_mask(~seen), real)

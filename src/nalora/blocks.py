@@ -22,7 +22,10 @@ from torch import nn
 from nalora import activations
 from nalora.activations import Activation
 from nalora.errors import NALoRAError
+from nalora.moe_targets import rewritten_names, shortened
+from nalora.peft_names import in_base
 from nalora.replica import OUTPUT, Replica, feature_sizes
+from nalora.wrapping import base_of
 
 # PEFT's LoRA variants that keep plain factors A and B; DoRA only adds a magnitude beside them.
 _ALLOWED_VARIANTS = ("Dora",)
@@ -79,11 +82,19 @@ class FFNBlock:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What `find_blocks` saw: the blocks, the adapters it refuses with the reason, and the adapters left alone."""
+    """What `find_blocks` saw: the blocks, the adapters it refuses with the reason, and the adapters left alone.
+
+    `bare` are the names of the linear layers of FFNs without any adapter, shortened where all layers are alike, and
+    `rewrites` says whether PEFT takes such names for expert parameters (`nalora.moe_targets`). `experts` is a parameter
+    that holds the weights of several experts.
+    """
 
     blocks: tuple[FFNBlock, ...]
     refused: dict[str, str]
     others: tuple[str, ...]
+    bare: tuple[str, ...] = ()
+    rewrites: bool = False
+    experts: str | None = None
 
 
 def find_blocks(model: nn.Module) -> Discovery:
@@ -104,7 +115,11 @@ def _find_blocks(model: nn.Module) -> Discovery:
     for layer in adapters:
         _check_variant(names[layer], layer)
 
-    refused = {names[layer]: _why_not_a_parameter(layer) for layer in adapters if isinstance(layer, ParamWrapper)}
+    refused = {
+        names[layer]: _why_not_a_parameter(layer)
+        for layer in adapters
+        if isinstance(layer, ParamWrapper) and feature_sizes(layer) is None
+    }
     within_adapters = {part for layer in adapters for part in layer.modules() if part is not layer}
     linears = {
         module: sizes
@@ -112,18 +127,23 @@ def _find_blocks(model: nn.Module) -> Discovery:
         if module not in within_adapters and (sizes := feature_sizes(module)) is not None
     }
     claimed: set[nn.Module] = set()
-    blocks = [
-        block
-        for host in _hosts(names, linears)
-        for block in _blocks_in(host, names, linears, claimed, refused)
-        if any(projection.adapted for projection in block.projections.values())
-    ]
+    found = [block for host in _hosts(names, linears) for block in _blocks_in(host, names, linears, claimed, refused)]
+    blocks = [block for block in found if any(projection.adapted for projection in block.projections.values())]
+    bare = {in_base(each.name) for block in found if block not in blocks for each in block.projections.values()}
     order = {module: position for position, module in enumerate(names)}
     blocks.sort(key=lambda block: order[block.gate.module])
     shared = {name for name, count in Counter(block.name for block in blocks).items() if count > 1}
     blocks = [dataclasses.replace(b, name=b.gate.name) if b.name in shared else b for b in blocks]
     others = tuple(names[a] for a in adapters if a not in claimed and names[a] not in refused)
-    return Discovery(tuple(blocks), refused, others)
+    base = base_of(model)
+    return Discovery(
+        tuple(blocks),
+        refused,
+        others,
+        bare=tuple(shortened(bare, base)),
+        rewrites=bool(rewritten_names(base)),
+        experts=_expert_parameter(model),
+    )
 
 
 @contextlib.contextmanager
@@ -227,6 +247,15 @@ def _check_variant(name: str, layer: LoraLayer) -> None:
     for adapter, variant in layer.lora_variant.items():
         if not type(variant).__name__.startswith(_ALLOWED_VARIANTS):
             raise _unsupported(name, f"the LoRA variant {type(variant).__name__} in adapter {adapter!r}")
+
+
+def _expert_parameter(model: nn.Module) -> str | None:
+    """The class and the name of a parameter that holds the weights of several experts, where the model has one."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and "expert" in type(module).__name__.lower():
+                return f"{type(module).__name__}.{name}"
+    return None
 
 
 def _why_not_a_parameter(layer: ParamWrapper) -> str:

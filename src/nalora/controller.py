@@ -161,7 +161,13 @@ class NALoRAController:
         if now == [self._places[each.block.name][0].kind for each in self.plan.blocks]:
             return
         state = self.state_dict()
-        found = Discovery(tuple(each.block for each in self.plan.blocks), self.plan.refused, self.plan.others)
+        found = Discovery(
+            tuple(each.block for each in self.plan.blocks),
+            self.plan.refused,
+            self.plan.others,
+            self.plan.passed_over,
+            rewrites=bool(self.plan.passed_over),
+        )
         self.plan = make_plan(found, self.config, self._kernels)
         self._groups, self._places = group_blocks(self.plan.blocks)
         self._controlled = ControlledParameters(self.plan.blocks, self._groups)

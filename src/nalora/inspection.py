@@ -19,8 +19,9 @@ from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
 from nalora.models import loading, smollm2
 from nalora.models.dequantised import gguf_config
+from nalora.moe_targets import name_exactly
 from nalora.plan import Plan, make_plan
-from nalora.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
+from nalora.target_modules import first_sentence, leave_out_routers, linear_names, refuse_names_of_nothing, refused
 
 _ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -71,6 +72,9 @@ def inspect_model(
         base = lora.base_model_name_or_path
     skeleton = _build(base)
     refuse_names_of_nothing(skeleton, target_modules)
+    if base == model:
+        name_exactly(lora, skeleton)
+        leave_out_routers(lora, skeleton)
     wrapped = _wrap(skeleton, lora, model)
     found = find_blocks(wrapped)
     return Inspection(
@@ -172,5 +176,5 @@ def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
     try:
         wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
     except Exception as error:
-        raise refused(model, names, error) from error
+        raise refused(model, skeleton, names, error) from error
     return wrapped

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from nalora.blocks import Discovery, FFNBlock
 from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
+from nalora.peft_names import in_base
 from nalora.statistics import Engine, choose
 
 
@@ -34,12 +36,16 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All blocks in model order, the adapters refused with the reason, the adapters that stay plain LoRA."""
+    """All blocks in model order, the adapters refused with the reason, the adapters that stay plain LoRA.
+
+    `passed_over` are FFN layers without an adapter in a model where PEFT takes their names for expert parameters.
+    """
 
     config: NALoRAConfig
     blocks: tuple[BlockPlan, ...]
     refused: dict[str, str]
     others: tuple[str, ...]
+    passed_over: tuple[str, ...] = ()
 
     @property
     def statistics(self) -> str:
@@ -86,6 +92,8 @@ class Plan:
         if self.others:
             kinds = ", ".join(dict.fromkeys(_tail(name) for name in self.others))
             lines.append(f"  left as plain LoRA: {len(self.others)} adapter(s) outside FFN blocks ({kinds})")
+        if self.passed_over:
+            lines.append(f"  without an adapter: {', '.join(self.passed_over)}; {how_to_adapt(self.passed_over)}")
         return "\n".join(lines)
 
 
@@ -97,18 +105,34 @@ def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> 
     """
     channels = sum(block.width for block in found.blocks)
     blocks = tuple(_plan_block(block, config, kernels, channels) for block in found.blocks)
-    plan = Plan(config, blocks, found.refused, found.others)
+    plan = Plan(config, blocks, found.refused, found.others, found.bare if found.rewrites else ())
     if not blocks:
-        raise _nothing_to_control(plan)
+        raise _nothing_to_control(found)
     if (config.mask or config.scaling) and not any(each.mask or each.scaling for each in blocks):
         first = blocks[0]
         raise NALoRAError(
             first.block.name,
             found=f"no control that can act: mask off ({first.mask_off}), step scaling off ({first.scaling_off})",
             expected="an adapted gate projection for the mask, or an activation with regimes for the scaling",
-            fix="add the gate projection to target_modules, or set regimes='derived' or thresholds",
+            fix=_what_would_act(first, config, found.rewrites),
         )
     return plan
+
+
+def _what_would_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> str:
+    """The settings that switch a control on for a block that has none."""
+    gate = in_base(plan.block.gate.name)
+    fixes = []
+    if config.mask:
+        fixes.append(how_to_adapt([gate]) if rewrites else f"add {_tail(gate)} to target_modules")
+    elif plan.block.gate.adapted:
+        fixes.append("set mask=True")
+    if config.scaling:
+        bounded = plan.block.activation.characteristic_points is not None
+        fixes.append("set regimes='derived'" if bounded else "give NALoRAConfig thresholds=(low, high)")
+    elif not _plan_block(plan.block, replace(config, scaling=True), "off", plan.block.width).scaling_off:
+        fixes.append("set scaling=True")
+    return ", or ".join(fixes)
 
 
 def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: int) -> BlockPlan:
@@ -130,23 +154,37 @@ def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: i
     return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
 
 
-def _nothing_to_control(plan: Plan) -> NALoRAError:
-    if plan.refused:
-        name, reason = next(iter(plan.refused.items()))
-        return NALoRAError(
-            name,
-            found=f"only adapters that cannot be controlled ({reason}), beside {len(plan.others)} others",
-            expected="at least one FFN with linear gate or down projections",
-            fix="adapt dense or shared-expert FFN layers by their full names (PEFT turns short names into expert"
-            " parameters), or train this model with plain LoRA",
+def _nothing_to_control(found: Discovery) -> NALoRAError:
+    """What was adapted in place of FFN layers, and the one way to adapt these, where there is one."""
+    if found.refused:
+        name, reason = next(iter(found.refused.items()))
+        seen = f"only adapters that cannot be controlled ({reason}), and {len(found.others)} others"
+    else:
+        name, kinds = "target_modules", ", ".join(dict.fromkeys(_tail(name) for name in found.others))
+        seen = f"LoRA adapters on {kinds} alone, none of them in an FFN (Linear → activation → Linear)"
+    if found.bare and found.rewrites:
+        seen += f"; the FFN layers {', '.join(found.bare)} have no adapter"
+        fix = how_to_adapt(found.bare)
+    elif found.bare:
+        fix = f"add the FFN projections to target_modules: {', '.join(found.bare)}"
+    elif found.experts:
+        seen += f"; the FFNs of this model are experts in one parameter ({found.experts})"
+        fix = "train this model with plain LoRA (method: lora in a run file): NA-LoRA cannot control experts"
+    else:
+        seen += "; no layer of this model is in an FFN of a form that nalora recognises"
+        fix = (
+            "train this model with plain LoRA (method: lora in a run file); if a fused kernel replaced the forward"
+            " of its FFNs (Unsloth, Liger), switch it off and attach again"
         )
-    kinds = ", ".join(dict.fromkeys(_tail(name) for name in plan.others))
-    return NALoRAError(
-        "target_modules",
-        found=f"LoRA adapters on {kinds} alone, none of them in an FFN (Linear → activation → Linear)",
-        expected="an adapter on an FFN projection, the gate above all",
-        fix='add the FFN projections to target_modules, or use target_modules="all-linear"; if a fused kernel'
-        " replaced the FFN's forward, switch it off",
+    return NALoRAError(name, found=seen, expected="an adapter on an FFN projection, the gate above all", fix=fix)
+
+
+def how_to_adapt(names: Sequence[str]) -> str:
+    """How to adapt linear layers whose names PEFT takes for expert parameters."""
+    parameters = ", ".join(f'"{name}.weight"' for name in names)
+    return (
+        f"pass target_parameters=[{parameters}] to peft.LoraConfig, because PEFT takes these layers' names in"
+        " target_modules for expert parameters (in a run file of nalora target_modules does name them)"
     )
 
 

@@ -50,7 +50,12 @@ def if_kernels_are_unknown(kernels: str) -> None:
             fix="kernels='auto'",
         )
     if kernels.startswith("fused") and importlib.util.find_spec("triton") is None:
-        raise NALoRAError("kernels", found="no Triton", expected="Triton for kernels='fused'", fix="pip install triton")
+        raise NALoRAError(
+            "kernels",
+            found="no Triton",
+            expected="Triton for kernels='fused'",
+            fix="pip install triton, or kernels='auto'",
+        )
 
 
 def if_kernels_cannot_run(plan: Plan) -> None:

@@ -46,7 +46,10 @@ class Wiring:
 def feature_sizes(module: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a linear layer of any make: torch, PEFT, quantised, or Conv1D with its transposed weight."""
     if isinstance(module, ParamWrapper):
-        return None
+        # PEFT reaches a linear layer of some models only as a parameter, its weight; experts' parameters are 3-D.
+        base = module.base_layer
+        whole = isinstance(base, nn.Linear) and module.parameter_name == "weight"
+        return (module.in_features, module.out_features) if whole else None
     if isinstance(module, LoraLayer) and feature_sizes(module.get_base_layer()) is None:
         return None
     inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -78,7 +81,10 @@ class _StandIn(nn.Module):
 class Replica:
     """A module whose linear layers are stand-ins; see `nalora.blocks` for what it is asked."""
 
-    def __init__(self, module: nn.Module, linears: dict[nn.Module, tuple[int, int]], input_size: int) -> None:
+    def __init__(
+        self, module: nn.Module, linears: dict[nn.Module, tuple[int, int]], input_size: int, residual: bool = False
+    ) -> None:
+        self.residual = residual
         self.device = _device_of(module)
         self.stand_ins = {linear: _StandIn(sizes) for linear, sizes in linears.items()}
         self.module = _copy_without_linears(module, self.stand_ins, self.device)
@@ -86,14 +92,15 @@ class Replica:
 
     @classmethod
     def of(cls, module: nn.Module, linears: dict[nn.Module, tuple[int, int]]) -> Replica | None:
-        """A replica that runs, or None where the module wants more than one tensor of hidden states."""
+        """A replica that runs, or None where the module wants more than hidden states and a residual."""
         for input_size in dict.fromkeys(sizes[0] for sizes in linears.values()):
-            replica = cls(module, linears, input_size)
-            try:
-                replica.run({})
-            except Exception:
-                continue
-            return replica
+            for residual in (False, True):
+                replica = cls(module, linears, input_size, residual)
+                try:
+                    replica.run({})
+                except Exception:
+                    continue
+                return replica
         return None
 
     def run(self, answers: dict[nn.Module, Tensor], tokens: int = _TOKENS) -> dict[nn.Module, Tensor]:
@@ -105,7 +112,11 @@ class Replica:
             stand_in.answer = answers.get(linear, default)
         x = torch.randn(1, tokens, self.input_size, generator=generator).to(self.device)
         self.last_input = x.clone()
-        output = self.module(x, **_none_for_the_rest(self.module))
+        others: dict[str, Tensor | None] = dict.fromkeys(_other_arguments(self.module))
+        if self.residual and len(others) == 1:
+            # The FFNs of Bloom and MPT add the residual themselves: forward(hidden_states, residual).
+            others = dict.fromkeys(others, torch.randn(x.shape, generator=generator).to(x))
+        output = self.module(x, **others)
         given = {linear: s.given for linear, s in self.stand_ins.items() if s.given is not None}
         if isinstance(output, tuple) and output:
             output = output[0]
@@ -252,11 +263,11 @@ def _device_of(module: nn.Module) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-def _none_for_the_rest(module: nn.Module) -> dict[str, None]:
-    """None for every required argument of forward after the first."""
+def _other_arguments(module: nn.Module) -> list[str]:
+    """The required arguments of forward after the first."""
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name: None for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty}
+    return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn], device: torch.device) -> nn.Module:

@@ -98,8 +98,19 @@ def _as_token_mask(mask: Any) -> Tensor | None:
     if mask.ndim == 4 and mask.shape[-2] in (1, mask.shape[-1]):
         # A token is real where it may look at itself; a mask that is the same for all queries has one row.
         own: Tensor = mask[:, 0, 0] if mask.shape[-2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
-        return own > torch.finfo(own.dtype).min / 2 if own.is_floating_point() else own.bool()
+        if own.is_floating_point():
+            return own > torch.finfo(own.dtype).min / 2
+        return own.bool() ^ _hides(mask[:, 0].bool(), own.bool())
     return mask.bool() if mask.ndim == 2 else None
+
+
+def _hides(mask: Tensor, own: Tensor) -> Tensor:
+    """Whether True means that a key is hidden, as in MPT, where everybody else means that it is seen.
+
+    If the first token sees all later ones, these are real and see themselves; in a causal mask of hidden keys the
+    first token has True for all later ones, and a real token False for itself.
+    """
+    return mask[:, 0, 1:].all() & ~own[:, 1:].all()
 
 
 def watch_masks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:

@@ -6,6 +6,7 @@ import json
 
 import peft
 import pytest
+import tiny
 import torch
 import transformers
 from gradient_models import collated, layers_of, llama, rows, start_on, train_on
@@ -17,6 +18,8 @@ from nalora.methods.gora import GoRA
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter
 from nalora.methods.rslora import RsLoRA
+from nalora.training.run import train
+from nalora.training.settings import check
 
 RANK, ALPHA = 4, 12
 SETTINGS = {
@@ -68,13 +71,14 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def qwen3_moe() -> nn.Module:
+def qwen3_moe(**settings) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+    sizes = dict(
         vocab_size=48, hidden_size=24, intermediate_size=40, moe_intermediate_size=20, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=6, num_experts=4, num_experts_per_tok=2,
         mlp_only_layers=[0], initializer_range=0.15, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
+    config = transformers.Qwen3MoeConfig(**sizes | settings)
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -94,6 +98,32 @@ def test_layers_of_different_ranks_are_saved_with_one(method, make, tmp_path):
     torch.testing.assert_close(logits(serve(make(), tmp_path)), expected, rtol=0, atol=2e-5)
     loaded = peft.PeftModel.from_pretrained(make(), tmp_path)
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["na-lora", "lora-pro"])
+def test_a_run_on_the_dense_layers_of_a_mixture_of_experts(method, tmp_path):
+    """Layers that PEFT adapts as parameters are trained, controlled and saved like any other."""
+    tokenizer = tiny.tokenizer()
+    model = qwen3_moe(vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    train(check({
+        "model": str(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 4, "steps": 2,
+        "settings": {"min_terms": 2, "max_terms": 2}, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1,
+        "device": "cpu", "rank": 4, "method": method, "output": str(tmp_path / "run"),
+        "target_modules": ["q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+    }))  # fmt: skip
+    if method == "na-lora":
+        gates = [json.loads(line) for line in (tmp_path / "run" / "gates.jsonl").read_text().splitlines()]
+        assert gates[0]["blocks"] == ["model.layers.0.mlp"]
+        assert gates[-1]["mask_mean"][0] < 1
+    stock = lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # noqa: E731
+    loaded = peft.PeftModel.from_pretrained(stock(), tmp_path / "run" / "adapter")
+    adapted = {name for name, layer in layers_of(loaded).items() if layer.lora_B["default"].weight.abs().max() > 0}
+    assert "base_model.model.model.layers.0.mlp.gate_proj" in adapted
+    assert not any("experts" in name for name in adapted)
+    torch.testing.assert_close(logits(serve(stock(), tmp_path / "run" / "adapter")), logits(loaded), rtol=0, atol=2e-5)
 
 
 def test_goras_saved_form_is_padded_and_has_no_patterns(tmp_path):

@@ -69,7 +69,7 @@ def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[
     if _saves_what_it_trains(run.method):
         found |= {step: Saved(step, each) for each in complete if (step := checkpoints.step_in(each.name))}
     elif complete:
-        notices.append(f"its checkpoints are left out: {run.method.title} is saved in another form than it is trained in")
+        notices.append(f"its checkpoints are left out: {run.method.title} saves another form than it trains")
     if folder.result.is_file() and folder.trained.is_dir():
         step = int(json.loads(folder.result.read_text(encoding="utf-8"))["steps"])
         found.setdefault(step, Saved(step, folder.trained))

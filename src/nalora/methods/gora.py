@@ -28,6 +28,7 @@ from nalora.errors import NALoRAError
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
+from nalora.moe_targets import name_exactly
 from nalora.peft_names import in_base
 from nalora.processes import is_first_process
 
@@ -88,6 +89,7 @@ class GoRA(LoRA):
             model = asked.unload()
         pattern = rank_pattern({name: a.shape[0] for name, (a, _) in factors.items()})
         config = peft.LoraConfig(**self.config_settings(adapter), rank_pattern=pattern)
+        name_exactly(config, model)
         wrapped: nn.Module = peft.get_peft_model(model, config)
         _put(wrapped, factors)
         _keep(factors, start.folder)
@@ -157,8 +159,11 @@ def compressed_step(onto: Tensor, a: Tensor, gamma: float, alpha: float) -> Tens
 
 
 def rank_pattern(ranks: Mapping[str, int]) -> dict[str, int]:
-    """PEFT's: each key a regular expression that this layer's whole name matches, and no other's ending."""
-    return {f"^{re.escape(in_base(name))}": rank for name, rank in ranks.items()}
+    """PEFT's: each key a regular expression that this layer's whole name matches, and no other's ending.
+
+    A layer that is adapted as a parameter goes by the name of its weight.
+    """
+    return {rf"^{re.escape(in_base(name))}(\.weight)?": rank for name, rank in ranks.items()}
 
 
 def _weight(layer: Any) -> Tensor:

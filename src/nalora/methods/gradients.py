@@ -18,7 +18,7 @@ from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
-from nalora.methods.lora import lora_layers
+from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.method import Batch, Start
 from nalora.processes import add_up, is_first_process
 
@@ -58,7 +58,7 @@ def reduce_mean_gradients(
             labels, or without any token to learn.
     """
     layers = dict(lora_layers(model))
-    _refuse_all_but_linear(layers)
+    _refuse_all_but_linear(model, layers)
     _refuse_other_weights(layers)
     device = next(iter(layers.values())).get_base_layer().weight.device
     file = None
@@ -219,18 +219,17 @@ def _untouched(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
                 module.training = training
 
 
-def _refuse_all_but_linear(layers: Mapping[str, Any]) -> None:
-    from transformers.pytorch_utils import Conv1D
+def _refuse_all_but_linear(model: nn.Module, layers: Mapping[str, Any]) -> None:
+    from nalora.replica import feature_sizes
 
-    for name, layer in layers.items():
-        base = layer.get_base_layer()
-        if not (hasattr(base, "in_features") or isinstance(base, Conv1D)):
-            raise NALoRAError(
-                name,
-                found=f"an adapter on {type(base).__name__}",
-                expected="linear layers: the start is made from the gradient of their weights",
-                fix="leave it out of target_modules",
-            )
+    others = [name for name, layer in layers.items() if feature_sizes(layer) is None]
+    if others:
+        raise NALoRAError(
+            others[0],
+            found=f"an adapter on {type(layers[others[0]].get_base_layer()).__name__}",
+            expected="linear layers: the start is made from the gradient of their weights",
+            fix=leave_out(model, others),
+        )
 
 
 def _refuse_other_weights(layers: Mapping[str, Any]) -> None:

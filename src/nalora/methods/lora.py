@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import nn
 
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
-from nalora.target_modules import linear_names, refuse_names_of_nothing, refused
+from nalora.moe_targets import name_exactly, shortened
+from nalora.peft_names import in_base
+from nalora.target_modules import leave_out_routers, linear_names, refuse_names_of_nothing, refused
+from nalora.wrapping import base_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ class LoRA(Method):
         torch.manual_seed(start.seed)
         config = self.config(adapter, start)
         refuse_names_of_nothing(model, adapter.target_modules)
+        name_exactly(config, model)
+        leave_out_routers(config, model)
         names = linear_names(model)
         try:
             wrapped: nn.Module = peft.get_peft_model(model, config)
         except ValueError as error:  # how PEFT says that it found no layer, or none that it can adapt
-            raise refused(f"target_modules: {adapter.target_modules}", names, error) from error
+            raise refused(f"target_modules: {adapter.target_modules}", model, names, error) from error
         refuse_rank_above_dimension(wrapped)
         self.initialise(wrapped, adapter, start)
         return wrapped
@@ -72,15 +77,34 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def refuse_rank_above_dimension(model: nn.Module) -> None:
     """A rank above a layer's own is never meant, and no decomposition of its weight has so many directions."""
-    for name, layer in lora_layers(model):
-        rank, largest = max(layer.r.values()), min(layer.in_features, layer.out_features)
-        if rank > largest:
-            raise NALoRAError(
-                f"rank: {rank}",
-                found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
-                expected=f"a rank of at most {largest}",
-                fix="lower rank, or leave that layer out of target_modules",
-            )
+    small = {
+        name: layer
+        for name, layer in lora_layers(model)
+        if max(layer.r.values()) > min(layer.in_features, layer.out_features)
+    }
+    if small:
+        name, layer = next(iter(small.items()))
+        raise NALoRAError(
+            f"rank: {max(layer.r.values())}",
+            found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
+            expected=f"a rank of at most {min(layer.in_features, layer.out_features)}",
+            fix=f"lower rank, or {leave_out(model, small)}",
+        )
+
+
+def leave_out(model: nn.Module, refused: Collection[str]) -> str:
+    """The advice to adapt the other linear layers alone, with the names that do so.
+
+    Args:
+        model: wrapped by PEFT.
+        refused: the layers to leave out, by their names in it.
+    """
+    from nalora.replica import feature_sizes
+
+    others = [in_base(name) for name, layer in lora_layers(model) if name not in refused and feature_sizes(layer)]
+    if not others:
+        return "use another method"
+    return f"leave such layers out, with target_modules: [{', '.join(shortened(others, base_of(model)))}]"
 
 
 METHODS = (LoRA,)

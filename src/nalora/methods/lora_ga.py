@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nalora.errors import NALoRAError
 from nalora.methods import moved_base
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
-from nalora.methods.lora import LoRA, lora_layers
+from nalora.methods.lora import LoRA, leave_out, lora_layers
 from nalora.methods.method import Adapter, Start
 
 # Up to this many rows or columns the decomposition is exact.
@@ -111,15 +111,16 @@ def leading_singular_vectors(matrix: Tensor, count: int, seed: int = 0) -> tuple
 
 
 def _refuse_rank_above_half(model: nn.Module, rank: int) -> None:
-    for name, layer in lora_layers(model):
-        largest = min(layer.in_features, layer.out_features) // 2
-        if rank > largest:
-            raise NALoRAError(
-                f"rank: {rank}",
-                found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
-                expected=f"a rank of at most {largest}: LoRA-GA starts from 2r singular vectors",
-                fix="lower rank, or leave that layer out of target_modules",
-            )
+    largest = {name: min(layer.in_features, layer.out_features) // 2 for name, layer in lora_layers(model)}
+    small = {name: layer for name, layer in lora_layers(model) if rank > largest[name]}
+    if small:
+        name, layer = next(iter(small.items()))
+        raise NALoRAError(
+            f"rank: {rank}",
+            found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
+            expected=f"a rank of at most {largest[name]}: LoRA-GA starts from 2r singular vectors",
+            fix=f"lower rank, or {leave_out(model, small)}",
+        )
 
 
 METHODS = (LoRAGA,)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from nalora.errors import NALoRAError
 from nalora.gathering import share
-from nalora.methods.lora import LoRA, lora_layers
+from nalora.methods.lora import LoRA, leave_out, lora_layers
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
@@ -92,18 +92,23 @@ def pairs_of(model: nn.Module) -> list[Pair]:
     Raises:
         NALoRAError: a layer whose adapter is not s·B·A with both factors learning in float32 or more.
     """
-    return [_pair(name, layer) for name, layer in lora_layers(model)]
+    layers = dict(lora_layers(model))
+    if others := [name for name, layer in layers.items() if not _has_two_matrices(layer)]:
+        kind = type(layers[others[0]]).__name__
+        _refuse(others[0], f"an adapter of a {kind}", leave_out(model, others))
+    return [_pair(name, layer) for name, layer in layers.items()]
+
+
+def _has_two_matrices(layer: Any) -> bool:
+    """Not so for embeddings, convolutions and experts."""
+    from nalora.replica import feature_sizes
+
+    return _ADAPTER in layer.lora_A and layer.lora_A[_ADAPTER].weight.dim() == 2 and feature_sizes(layer) is not None
 
 
 def _pair(name: str, layer: Any) -> Pair:
-    from peft.tuners.lora.layer import ParamWrapper
-
-    if _ADAPTER not in layer.lora_A or isinstance(layer, ParamWrapper):
-        _refuse(name, f"an adapter of a {type(layer).__name__}", "leave that layer out of target_modules")
     A, B = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     variant = layer.lora_variant.get(_ADAPTER)
-    if A.dim() != 2 or B.dim() != 2:
-        _refuse(name, f"an adapter of a {type(layer).__name__}", "leave that layer out of target_modules")
     if variant is not None:
         _refuse(name, f"a LoRA variant, {type(variant).__name__}", "leave use_dora and other variants out")
     if layer.lora_bias.get(_ADAPTER):

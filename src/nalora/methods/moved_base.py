@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nalora import whole_files
 from nalora.errors import NALoRAError
 from nalora.gathering import whole
-from nalora.methods.lora import lora_layers
+from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.saving import write_lora
 from nalora.processes import is_first_process
 
@@ -38,7 +38,9 @@ def refuse_immovable_base(model: nn.Module, method: str) -> None:
     from peft.tuners.lora.layer import Linear
 
     users = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name, layer in lora_layers(model):
+    layers = dict(lora_layers(model))
+    others = [name for name, layer in layers.items() if type(layer) is not Linear]
+    for name, layer in layers.items():
         base = layer.get_base_layer()
         weight = getattr(base, "weight", None)
         if type(layer) is not Linear or weight is None or weight.dtype not in _MOVABLE:
@@ -46,14 +48,15 @@ def refuse_immovable_base(model: nn.Module, method: str) -> None:
                 f"method {method!r}",
                 found=f"{name}, a {type(base).__name__}" + (f" in {weight.dtype}" if weight is not None else ""),
                 expected="linear layers in 16 or 32 bits, not quantised: the start is taken off their weights",
-                fix="leave quantise out, or that layer out of target_modules, or use a method that moves no base",
+                fix="use a method that moves no base (lora, rslora), or "
+                + ("leave quantise out" if len(others) in (0, len(layers)) else leave_out(model, others)),
             )
         if users[id(weight)] > 1:
             raise NALoRAError(
                 f"method {method!r}",
                 found=f"{name}, whose weight is tied to another module's",
                 expected="weights of their own: the start is taken off them",
-                fix="leave that layer out of target_modules",
+                fix=leave_out(model, [name]),
             )
 
 

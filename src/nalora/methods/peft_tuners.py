@@ -13,6 +13,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
+from nalora.moe_targets import name_exactly
 from nalora.target_modules import linear_names, refuse_names_of_nothing, refused
 
 PREFIX = "peft/"
@@ -45,9 +46,11 @@ class PeftTuner(Method):
         refuse_names_of_nothing(model, adapter.target_modules)
         names = linear_names(model)
         try:
-            wrapped: nn.Module = peft.get_peft_model(model, self.config(adapter))
+            config = self.config(adapter)
+            name_exactly(config, model)
+            wrapped: nn.Module = peft.get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-            raise refused(f"method {self.name!r}", names, error) from error
+            raise refused(f"method {self.name!r}", model, names, error) from error
         return wrapped
 
     def config(self, adapter: Adapter) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError
 from nalora.models import dequantised, smollm2
+from nalora.models.attention_names import refuse_unusable_attention
 from nalora.models.kinds import refuse_unless_it_writes
 
 Kind = Literal["causal", "seq2seq", "clip"]
@@ -71,6 +72,7 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     from transformers import AutoConfig
 
     device = usable_device(spec.device)
+    refuse_unusable_attention(spec.attention, device)
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or default_dtype(device))}
     if spec.attention:
         options["attn_implementation"] = spec.attention
