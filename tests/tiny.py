@@ -88,7 +88,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-def saved_llama(folder, layers: int = 2, hidden: int = 32) -> str:
+def saved_llama(folder, layers: int = 2, hidden: int = 32, **settings) -> str:
     """A folder with a small Llama and its tokenizer, as `from_pretrained` reads them."""
     torch.manual_seed(0)
     made = tokenizer()
@@ -103,6 +103,7 @@ def saved_llama(folder, layers: int = 2, hidden: int = 32) -> str:
         eos_token_id=made.eos_token_id,
         pad_token_id=made.pad_token_id,
         bos_token_id=None,
+        **settings,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     made.save_pretrained(folder)

@@ -285,10 +285,14 @@ class NALoRAController:
     def metrics(self, per_block: bool = False) -> dict[str, float]:
         """The state after the last step as floats for loggers; means over blocks, or each block's own as well.
 
-        Regime shares and the score a are means over the tokens of the last step; `stability` is the mean change of
-        the mask in it; `skipped_updates` counts block updates left out for non-finite z or for want of tokens.
+        Regime shares and the score a are means over the tokens of the last step. ``scale_*`` and ``mask_mean`` are the
+        factors that the steps are multiplied by: 1 for a block or projection that a control does not act on;
+        `mask_acts` and `scaling_acts` give the share of blocks with that control. A value that the controller follows
+        and does not apply is called ``followed_scale_gate`` and so on. `stability` is the mean change of the mask in
+        the last step; `skipped_updates` counts block updates left out for non-finite z or for want of tokens.
         """
-        return measure(self._groups, [each.block.name for each in self.plan.blocks], per_block)
+        preserve_mean = self.config.preserve_mean
+        return measure(self._groups, self.plan.blocks, preserve_mean=preserve_mean, per_block=per_block)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, by block name, with the version of its form."""

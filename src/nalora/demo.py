@@ -133,8 +133,8 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
             _accuracy(each.after),
             _loss(each.after),
             _joined(each.gates, "p_sup", "p_res", "p_pos"),
-            _joined(each.gates, "scale_gate", "scale_up", "scale_down"),
-            _joined(each.gates, "mask_mean"),
+            _joined(each.gates, "scale_gate", "scale_up", "scale_down") if each.gates.get("scaling_acts", 1) else "off",
+            _joined(each.gates, "mask_mean") if each.gates.get("mask_acts", 1) else "off",
             f"{seconds:.2f}",
         )
     return table

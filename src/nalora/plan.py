@@ -12,6 +12,8 @@ from nalora.errors import NALoRAError
 from nalora.peft_names import in_base
 from nalora.statistics import Engine, choose
 
+SWITCHED_OFF = "switched off"
+
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -137,21 +139,33 @@ def _what_would_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> st
 
 def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: int) -> BlockPlan:
     points = config.thresholds or block.activation.characteristic_points
-    mask_off = scaling_off = ""
+    mask_off = ""
     if not config.mask:
-        mask_off = "switched off"
+        mask_off = SWITCHED_OFF
     elif not block.gate.adapted:
         mask_off = f"{_tail(block.gate.name)} has no adapter"
-    if not config.scaling:
-        scaling_off = "switched off"
-    elif points is None:
-        scaling_off = f"{block.activation.name} has no finite regimes"
-    elif config.thresholds is None and config.regimes == "paper" and block.activation.degenerate_in_paper:
-        scaling_off = f"the paper calls {block.activation.name} degenerate; regimes='derived' scales it"
+    scaling_off = why_not_scaled(
+        block.activation.name,
+        has_regimes=points is not None,
+        degenerate=config.thresholds is None and block.activation.degenerate_in_paper,
+        switched_on=config.scaling,
+        regimes=config.regimes,
+    )
     # Without two points the shares are still told on either side of the hard gate at zero.
     thresholds = (points[0], points[1]) if points else (0.0, 0.0)
     engine = choose(block.activation, *block.statistics_kind, kernels=kernels, channels=channels)
     return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
+
+
+def why_not_scaled(activation: str, *, has_regimes: bool, degenerate: bool, switched_on: bool, regimes: str) -> str:
+    """Why step scaling does not act on a block with this activation; empty where it acts."""
+    if not switched_on:
+        return SWITCHED_OFF
+    if not has_regimes:
+        return f"{activation} has no finite regimes"
+    if degenerate and regimes == "paper":
+        return f"the paper calls {activation} degenerate; regimes='derived' scales it"
+    return ""
 
 
 def _nothing_to_control(found: Discovery) -> NALoRAError:

@@ -137,10 +137,23 @@ def test_scaled_lora_reads_another_runs_means(settings, tmp_path):
     trained(settings, tmp_path, "scaled", method="lora-scaled", like=str(tmp_path / "na"))
 
 
+@pytest.mark.parametrize("off", ["mask", "scaling"])
+def test_scaled_lora_takes_only_what_acted(settings, tmp_path, off):
+    trained(settings, tmp_path, "na", method="na-lora", apply_to="update", start="first", **{off: False})
+    factors = methods.get("lora-scaled")(like=str(tmp_path / "na")).factors()
+    scaled = {name: getattr(factors, name) for name in ("gate_scale", "up_scale", "down_scale")}
+    if off == "scaling":
+        assert set(scaled.values()) == {1.0}
+        assert factors.mask_mean < 1
+    else:
+        assert factors.mask_mean == 1
+        assert all(value != 1 for value in scaled.values())
+
+
 def test_scaled_lora_counts_steps_by_their_size(tmp_path):
     """The first row stands for one step of nearly nothing, the second for nine at the full rate."""
     rows = [
-        {"step": step, "learning_rate": rate, "nalora/mask_mean": mask}
+        {"step": step, "learning_rate": rate, "nalora/mask_mean": mask, "nalora/scaling_acts": 1.0}
         | {f"nalora/scale_{name}": 1.0 for name in ("gate", "up", "down")}
         for step, rate, mask in ((1, 1e-5, 0.9), (10, 1e-3, 0.3))
     ]

@@ -40,6 +40,7 @@ def write_run(
     mismatch: bool = False,
     adapter: bool = True,
     evaluated: bool = True,
+    header: dict | None = None,
     **settings,
 ) -> Path:
     """A finished run; what is left out is as if it had never been asked for."""
@@ -63,7 +64,7 @@ def write_run(
         "dropped_too_long": 0, "cut_too_long": 0, "target_tokens": 788,
     })  # fmt: skip
     if gates:
-        write_gates(run / "gates.jsonl", steps, layers, draw)
+        write_gates(run / "gates.jsonl", steps, layers, draw, header or {})
     if diagnosis:
         write_diagnosis(run, layers, width, draw, channels)
     if mismatch:
@@ -85,8 +86,10 @@ def summary(right: int, of: int = 100) -> dict:
             "chance": {"always 0": 0.01}, "unfinished": 0, "tokens": 300}  # fmt: skip
 
 
-def write_gates(path: Path, steps: int, layers: int, draw) -> None:
+def write_gates(path: Path, steps: int, layers: int, draw, more: dict) -> None:
+    """As 0.1 wrote it, unless `more` has what later versions write into its first line."""
     header = {"blocks": block_names(layers), "activations": ["silu"] * layers, "thresholds": [[LOWER, UPPER]] * layers}
+    header |= more
     depth, start = np.linspace(0, 1, layers), draw.random(layers) * 0.04
     lines = [json.dumps(header)]
     for step in range(1, steps + 1):

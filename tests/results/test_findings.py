@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nalora.studies.answer import answer, in_markdown, write
 from nalora.studies.conduct import so_far
@@ -86,6 +87,27 @@ def test_a_report_shows_these_numbers(file, tmp_path):
     assert repeated
     assert all((ROOT / run).is_file() and not run.is_absolute() for run in repeated)
     assert f"(../results/{file.name})" in (ROOT / "docs" / "findings.md").read_text()
+
+
+def test_the_published_scaled_lora_has_factors_that_acted():
+    """Its factors are those of a run whose mask and step scales both acted, on SiLU, without the mean preserved."""
+    scaled = {
+        tuple(run[name] for name in ("like", "gate_scale", "up_scale", "down_scale", "mask_mean"))
+        for file in STORE.glob("*/run.yaml")
+        if (run := yaml.safe_load(file.read_text()))["method"] == "lora-scaled"
+    }
+    assert scaled == {(None, 1.230, 1.173, 1.115, 0.373)}
+    source = STORE / "5d21487960e18e82"
+    run = yaml.safe_load((source / "run.yaml").read_text())
+    told = {"method": "na-lora", "task": "gsm8k", "learning_rate": 0.004, "seed": 0, "apply_to": "update"}
+    acted = {"model": "smollm2-135m", "target_modules": "all-linear", "mask": True, "scaling": True}
+    assert (told | acted | {"preserve_mean": False}).items() <= run.items()
+    rows = [json.loads(line) for line in (source / "metrics.jsonl").read_text().splitlines()]
+    means = [
+        sum(row[f"nalora/{name}"] for row in rows) / len(rows)
+        for name in ("scale_gate", "scale_up", "scale_down", "mask_mean")
+    ]
+    assert [round(mean, 3) for mean in means] == [1.230, 1.173, 1.115, 0.373]
 
 
 def test_the_picture_is_of_these_numbers():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nalora.errors import NALoRAError
+from nalora.methods.applied_factors import mean_applied_factors
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Start
 from nalora.methods.optimizers import named_optimizer
@@ -26,7 +25,8 @@ class LoRAScaled(LoRA):
     """LoRA whose FFN adapters learn at constant multiples of the learning rate.
 
     Args:
-        like: the folder of an NA-LoRA run; its mean step scales and mean mask are taken, steps by their learning rate.
+        like: the folder of an NA-LoRA run; the mean step scales and the mean mask that it applied are taken, steps
+            weighted by their learning rate. What the run only followed counts as 1.
         gate_scale: the gate projection's multiple.
         up_scale: the up projection's.
         down_scale: the down projection's.
@@ -60,7 +60,7 @@ class LoRAScaled(LoRA):
         """As LoRA, once it is known that there are factors.
 
         Raises:
-            NALoRAError: no such run, or one without NA-LoRA's metrics.
+            NALoRAError: no such run, one without NA-LoRA's metrics, or one in which no factor acted.
         """
         self.factors()
         return super().prepare(model, adapter, start)
@@ -82,39 +82,20 @@ class LoRAScaled(LoRA):
         """The multiples, read from the other run where there is one.
 
         Raises:
-            NALoRAError: no such run, or one without NA-LoRA's metrics.
+            NALoRAError: no such run, one without NA-LoRA's metrics, or one in which no factor acted.
         """
         if self.like is None:
             return self
-        file = Path(self.like) / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
-        names = {f"{each}_scale": f"nalora/scale_{each}" for each in _PROJECTIONS} | {"mask_mean": "nalora/mask_mean"}
-        logged = [row for row in rows if all(isinstance(row.get(theirs), int | float) for theirs in names.values())]
-        if not logged:
+        means = mean_applied_factors(Path(self.like))
+        ours = {f"{name}_scale": means[f"scale_{name}"] for name in _PROJECTIONS} | {"mask_mean": means["mask_mean"]}
+        if all(value == 1.0 for value in ours.values()):
             raise NALoRAError(
                 f"like: {self.like}",
-                found="no metrics of NA-LoRA" if file.is_file() else "no metrics.jsonl",
-                expected="the folder of a finished NA-LoRA run",
-                fix="train one first, with method=na-lora",
+                found="a run in which every mean factor is 1: neither mask nor step scales changed the mean step",
+                expected="a run whose mask or step scales acted",
+                fix="use method=lora, which is the same",
             )
-        weights = _weights(logged)
-        means = {
-            ours: sum(weight * row[theirs] for weight, row in zip(weights, logged, strict=True)) / sum(weights)
-            for ours, theirs in names.items()
-        }
-        return dataclasses.replace(self, like=None, **means)
-
-
-def _weights(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How much of the way a row stands for: its learning rate times the steps since the row before.
-
-    In warmup the mask is still whole and the steps are small; a plain mean over rows would count them as any other.
-    """
-    steps = [row["step"] for row in rows]
-    weights = [
-        row["learning_rate"] * (step - before) for row, before, step in zip(rows, [0, *steps], steps, strict=False)
-    ]
-    return weights if sum(weights) > 0 else [1.0] * len(rows)
+        return dataclasses.replace(self, like=None, **ours)
 
 
 def multiples_of(model: nn.Module, factors: LoRAScaled) -> dict[nn.Parameter, float]:

@@ -18,8 +18,8 @@ from nalora.report.gates import Gates, read_gates
 from nalora.training.folder import HELD_OUT, RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
-# In the order in which the sections of a report ask for them.
-TOPICS = ("result", "metrics", "evaluations", "gates", "diagnosis", "mismatch")
+# In the order in which the sections of a report ask for them; mask and scaling are NA-LoRA's controls.
+TOPICS = ("result", "metrics", "evaluations", "gates", "mask", "scaling", "diagnosis", "mismatch")
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,11 @@ def read_run(path: str | Path) -> RunData:
     if not metrics:
         missing["metrics"] = "No step was logged, so there is no training curve."
         notices.append(missing["metrics"])
-    gates = read_gates(path / "gates.jsonl", notices)
+    gates = read_gates(path / "gates.jsonl", settings, notices)
     if gates is None:
         missing["gates"] = _why_no_gates(path, settings)
+    else:
+        missing |= {topic: why for topic, why in _controls_off(gates).items() if why}
     diagnosis = _read_clean(path / "diagnosis.json", clean_diagnosis, notices)
     if diagnosis is None:
         missing["diagnosis"] = f"No diagnosis yet: `nalora diagnose {path}` measures how the gates moved."
@@ -280,6 +282,10 @@ def _why_no_gates(path: Path, settings: dict[str, Any]) -> str:
     if method.startswith("na-"):
         return "gates.jsonl is not there: the run logged no step, or was made before nalora wrote it."
     return f"{method} does not steer gates, so none were recorded while it trained."
+
+
+def _controls_off(gates: Gates) -> dict[str, str]:
+    return {"mask": gates.why_no_mask(), "scaling": gates.why_no_scaling()}
 
 
 def _read_evaluations(folder: Path, notices: list[str]) -> dict[str, dict[str, dict[str, Any]]]:

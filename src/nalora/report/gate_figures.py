@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nalora.recorded_controls import named_activation
 from nalora.report import drawing
 from nalora.report.data import RunData, layer_labels
-from nalora.report.gates import named_activation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,21 +33,21 @@ def regime_maps(run: RunData) -> Figure | str:
 
 def mask_maps(run: RunData) -> Figure | str:
     """The share of channels that the mask keeps and how much the mask changes, layer × step."""
-    return _maps(run, MASK, f"{run.name}: the channel mask m", "")
+    return run.missing.get("mask") or _maps(run, MASK, f"{run.name}: the channel mask m", "")
 
 
 def step_scales(runs: Sequence[RunData]) -> Figure | str:
-    """A panel for each projection: every run's mean over layers, and the range of its layers."""
-    told = [run for run in runs if run.gates is not None and any(_told(run.gates.columns, name) for name in SCALES)]
+    """A panel for each projection: the applied factor, every run's mean over layers, and the range of its layers."""
+    told = [run for run in runs if _is_scaled(run)]
     if not told:
-        return "; ".join(drawing.gathered((run.name, _why_no_gates(run)) for run in runs))
+        return "; ".join(drawing.gathered((run.name, _why_not_scaled(run)) for run in runs))
     with drawing.look():
         figure, axes = drawing.panels(1, 3, 9, 2.7, sharey=True)
         drawing.title(figure, "Step scale of each projection: mean over layers, and the range of the layers")
         for each, (name, projection) in zip(axes, SCALES.items(), strict=True):
             each.axhline(1, color=drawing.GREY, linewidth=0.8)
             for number, run in enumerate(runs):  # of all runs, so that one has the same colour in every figure
-                if run.gates is None or not _told(run.gates.columns, name):
+                if run.gates is None or run not in told or not _told(run.gates.columns, name):
                     continue
                 values, style = run.gates.columns[name], drawing.stroke(number)
                 here = np.isfinite(values).any(axis=1)
@@ -64,7 +64,7 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
             each.set_title(projection)
             drawing.step_axis(each)
         axes[0].set_ylabel("step scale (1 = plain LoRA)")
-        notes = drawing.gathered((run.name, _why_no_gates(run)) for run in runs if run not in told)
+        notes = drawing.gathered((run.name, _why_not_scaled(run)) for run in runs if run not in told)
         drawing.below(figure, axes[0], notes if len(told) > 1 else [f"Run: {told[0].name}.", *notes])
     return figure
 
@@ -133,6 +133,15 @@ def _maps(run: RunData, wanted: Mapping[str, str], title: str, unit: str) -> Fig
             drawing.step_axis(each)
         axes[0].set_ylabel("layer")
     return figure
+
+
+def _is_scaled(run: RunData) -> bool:
+    recorded = run.gates is not None and any(_told(run.gates.columns, name) for name in SCALES)
+    return recorded and "scaling" not in run.missing
+
+
+def _why_not_scaled(run: RunData) -> str:
+    return run.missing.get("scaling") or _why_no_gates(run)
 
 
 def _why_no_gates(run: RunData) -> str:

@@ -88,7 +88,7 @@ function makeCharts() {
       ["kept_share", "Mask density", "The share of channels that the mask keeps (m > 0.5)."],
       ["stability", "Mask change", "Mean |m − m before| at each update; 0 is a mask at rest."],
     ]) addChart("gates", name, title, about, gateHeat(name, title.toLowerCase()), { onClick: chooseLayer });
-    addChart("gates", "scales", "Step scales", "What the steps of each projection are multiplied by.", scales);
+    addChart("gates", "scales", "Step scales", "What the steps of each projection were multiplied by.", scales);
   } else {
     addChart("gates", "p_sup", "Shares, mask and step scales", "Recorded while an NA-LoRA run trains.", () => ({ missing: lacking(range(runs.length), "gates") }), { wide: true });
   }

@@ -8,9 +8,9 @@ const updateNorms = layerLine(
   (run) => run.capacity && { x: run.capacity.labels, y: numbers(run.capacity.total) }, "‖s·B·A‖", "update norm", "capacity");
 
 const keptShares = layerLine((run) => {
-  if (!run.gates || !run.gates.columns.kept_share) return null;
+  if (!run.gates || !run.gates.columns.kept_share || run.missing.mask) return null;
   return { x: run.gates.labels, y: numbers(run.gates.columns.kept_share).map((row) => row[row.length - 1]) };
-}, "kept share", "kept share", "gates");
+}, "kept share", "kept share", ["gates", "mask"]);
 
 function projectionNorms() {
   const found = detail().capacity;

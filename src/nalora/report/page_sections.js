@@ -8,8 +8,9 @@ const MOST_TOLD = 4;
 const NO_RUN = "No run is chosen: tick one above.";
 
 // The sentence that stands in place of a chart: what each of the runs lacks.
-function lacking(indices, topic) {
-  const said = indices.map((i) => [runs[i].name, runs[i].missing[topic]]).filter(([, why]) => why);
+const whyMissing = (run, topics) => [topics].flat().map((topic) => run.missing[topic]).find(Boolean);
+function lacking(indices, topics) {
+  const said = indices.map((i) => [runs[i].name, whyMissing(runs[i], topics)]).filter(([, why]) => why);
   const all = said.length > 0 && said.every(([, why]) => why === said[0][1]);
   if (!said.length) return "No run that is chosen has this.";
   if (runs.length === 1 || (all && said.length === runs.length)) return said[0][1];
@@ -41,7 +42,7 @@ function lines(indices, pick, layout, options = {}) {
     legend.push(i);
   }
   if (!traces.length) return { missing: lacking(indices, options.topic) };
-  const notes = without.map((i) => `Not shown, ${runs[i].name}: ${runs[i].missing[options.topic] || "it has none."}`);
+  const notes = without.map((i) => `Not shown, ${runs[i].name}: ${whyMissing(runs[i], options.topic) || "it has none."}`);
   for (const i of legend) {
     const { logged, x } = pick(runs[i]);
     if (logged > x.length) notes.push(`${runs[i].name}: ${x.length.toLocaleString("en")} of ${logged.toLocaleString("en")} logged steps.`);
@@ -117,21 +118,28 @@ const heatLayout = (along, rows) => ({
 function gateHeat(name, words) {
   return () => {
     const gates = detail().gates;
-    if (!gates || !gates.columns[name]) return { missing: lacking([state.detail], "gates") };
-    const thinned = gates.steps.length < gates.logged;
-    const note = thinned ? `Shown: ${gates.steps.length} of ${gates.logged.toLocaleString("en")} logged steps, evenly spread.` : "";
-    return heat(gates, name, words, note);
+    const ofMask = name === "kept_share" || name === "stability";
+    if (!gates || !gates.columns[name] || (ofMask && detail().missing.mask)) return { missing: lacking([state.detail], ["gates", "mask"]) };
+    const notes = [];
+    if (gates.steps.length < gates.logged) notes.push(`Shown: ${gates.steps.length} of ${gates.logged.toLocaleString("en")} logged steps, evenly spread.`);
+    const off = gates.mask_off.filter(Boolean);
+    if (ofMask && off.length) notes.push(`The mask does not act on ${off.length} of ${gates.labels.length} layers: ${[...new Set(off)].join("; ")}.`);
+    return heat(gates, name, words, notes.join(" "));
   };
 }
 
 function scales() {
   const parts = [["scale_gate", "gate", "solid"], ["scale_up", "up", "dash"], ["scale_down", "down", "dot"]];
-  const traces = [], legend = [];
+  const traces = [], legend = [], notes = [];
   if (!chosen().length) return { missing: NO_RUN };
   for (const i of chosen()) {
     const gates = runs[i].gates;
     const row = gates ? gates.labels.indexOf(state.layer) : -1;
     if (row < 0) continue;
+    if (gates.scaling_off[row]) {
+      notes.push(`${runs[i].name}: the steps of layer ${state.layer} are not scaled (${gates.scaling_off[row]}).`);
+      continue;
+    }
     for (const [column, name, line] of parts) {
       if (!gates.columns[column]) continue;
       const title = runs.length > 1 ? `${runs[i].name}: ${name}` : name;
@@ -143,8 +151,8 @@ function scales() {
       legend.push({ name: title, colour: colour(i), dash: line });
     }
   }
-  if (!traces.length) return { missing: lacking(chosen(), "gates") };
-  return { traces, legend, layout: merged(steps_axis, { yaxis: { title: { text: "step scale" } } }), title: `Step scales in layer ${state.layer}` };
+  if (!traces.length) return { missing: notes.join(" ") || lacking(chosen(), "gates") };
+  return { traces, legend, note: notes.join(" "), layout: merged(steps_axis, { yaxis: { title: { text: "step scale" } } }), title: `Step scales in layer ${state.layer}` };
 }
 
 // κ above, where the data lies below, the bounds of the responsive regime through both.

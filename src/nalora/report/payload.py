@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nalora.recorded_controls import named_activation
 from nalora.report.capacity import Capacity, read_capacity
 from nalora.report.data import RunData, layer_labels
-from nalora.report.gates import Gates, named_activation
+from nalora.report.gates import Gates
 from nalora.report.packing import finite, kept_rows, packed
 from nalora.report.payload_layers import CHANNEL_MEASURES, channel_measures, update_norms
 
@@ -108,6 +109,8 @@ def _gates(gates: Gates, most: int) -> dict[str, Any]:
         "labels": layer_labels(gates.blocks),
         "activations": gates.activations,
         "thresholds": gates.thresholds,
+        "mask_off": gates.mask_off,
+        "scaling_off": gates.scaling_off,
         "logged": len(gates.steps),
         "steps": [int(step) for step in gates.steps[rows]],
         # [layers, steps]: a heat map's rows.

@@ -152,14 +152,15 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
             self.progress.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """The latest loss, regime shares and step scales."""
+        """The latest loss, the regime shares and, where steps are scaled, the step scales."""
         if state.is_world_process_zero and logs and "loss" in logs:
             live = f"loss {float(logs['loss']):.3f}"
             gates = {name.removeprefix("nalora/"): value for name, value in logs.items() if name.startswith("nalora/")}
             if gates:
                 shares = "/".join(f"{gates[name]:.2f}" for name in ("p_sup", "p_res", "p_pos"))
-                scales = "/".join(f"{gates[f'scale_{name}']:.2f}" for name in ("gate", "up", "down"))
-                live += f" · sup/res/pos {shares} · scales {scales}"
+                live += f" · sup/res/pos {shares}"
+                if gates["scaling_acts"]:
+                    live += " · scales " + "/".join(f"{gates[f'scale_{name}']:.2f}" for name in ("gate", "up", "down"))
             self.progress.update(self.task, live=live)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

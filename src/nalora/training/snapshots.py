@@ -1,6 +1,7 @@
 """What a run keeps for later looks at its gates: snapshots of what was trained, and rows of gates for logged steps.
 
-gates.jsonl opens with the blocks and has then, for each logged step, one list a measure with an entry for each block.
+gates.jsonl opens with the blocks and why a control does not act on one (empty where it acts), and has then, for each
+logged step, one list a measure with an entry for each block; null where a block has no such value.
 snapshots/step-00000010/ is what the run would have saved at that step, and under NA-LoRA the controller's state.
 """
 
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from nalora.methods.method import Method
-from nalora.metrics import NAMES
+from nalora.metrics import FOLLOWED, NAMES
 from nalora.peft_names import in_base
 from nalora.processes import is_first_process
 from nalora.training.divergence import finite_parameters
@@ -40,13 +41,16 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
                 "activations": [each.block.activation.name for each in plans],
                 "thresholds": [list(each.thresholds) if each.thresholds[0] < each.thresholds[1] else None
                                for each in plans],
+                "mask_off": [each.mask_off for each in plans],
+                "scaling_off": [each.scaling_off for each in plans],
             })  # fmt: skip
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """One row for each logged step."""
         if state.is_world_process_zero and logs and "loss" in logs:
             values = self.controller.metrics(per_block=True)
-            columns = {name: [_rounded(values[f"{block}/{name}"]) for block in self.blocks] for name in NAMES}
+            names = [*NAMES, *(name for name in FOLLOWED.values() if name in values)]
+            columns = {name: [_rounded(values.get(f"{block}/{name}")) for block in self.blocks] for name in names}
             self._append({"step": state.global_step, **columns})
 
     def _append(self, row: dict[str, Any]) -> None:
@@ -97,6 +101,6 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         return place
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float | None) -> float | None:
     """Five significant digits: what a picture can show, and a file a third as long."""
-    return float(f"{value:.5g}")
+    return None if value is None else float(f"{value:.5g}")
