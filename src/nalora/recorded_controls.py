@@ -16,8 +16,8 @@ from nalora.errors import NALoRAError
 from nalora.metrics import FOLLOWED, NEUTRAL
 from nalora.plan import SWITCHED_OFF, why_not_scaled
 
-# The projections of a gated FFN as the Llama family calls them, where a list of target_modules that leaves one out leaves
-# it without an adapter. Other families' names do not tell which layer is the gate.
+# The projections of a gated FFN as the Llama family calls them: a list of target_modules that leaves one out leaves it
+# without an adapter. Other families' names do not tell which layer is the gate.
 _PROJECTION_NAMES = {
     "gate": {"gate_proj", "gate_up_proj"},
     "up": {"up_proj", "gate_up_proj"},

@@ -44,7 +44,7 @@ def run_of_0_1(folder, activations=("silu", "silu"), thresholds=(SILU, SILU), ga
         ({"preserve_mean": True, "method": "na-lora-mean"}, {"mask_mean": 1.0}),
         ({"activations": ("gelu", "gelu"), "thresholds": (GELU, GELU)}, dict.fromkeys(SCALES, 1.0)),
         ({"activations": ("gelu", "gelu"), "thresholds": (GELU, GELU), "regimes": "derived"}, FOLLOWED),
-        ({"activations": ("relu", "relu"), "thresholds": (None, None), "regimes": "derived"}, dict.fromkeys(SCALES, 1.0)),
+        ({"activations": ("relu",), "thresholds": (None,), "regimes": "derived"}, dict.fromkeys(SCALES, 1.0)),
         ({"target_modules": ["gate_proj", "down_proj"]}, {"scale_up": 1.0}),
         # One block of two is scaled: half of the steps are multiplied by 1.
         ({"activations": ("silu", "gelu"), "thresholds": (SILU, GELU)},

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from nalora import activations
 
 LOWER, UPPER = activations.get("silu").characteristic_points
-MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH")
+MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
 
 
 def block_names(layers: int) -> list[str]:
@@ -120,7 +120,8 @@ def write_diagnosis(run: Path, layers: int, width: int, draw, channels: bool) ->
         supp, pos = draw.random(layers) * 0.05, draw.random(layers) * 0.04
         severe = np.minimum(supp, pos) * 0.1
         values = {"D_sel": draw.random(layers) * 0.02, "flip": supp + pos - severe, "kappa_drift": draw.random(layers),
-                  "suppressive": supp, "positive": pos, "severe": severe, "D_EH": draw.random(layers) * 9}  # fmt: skip
+                  "suppressive": supp, "positive": pos, "severe": severe, "D_EH": draw.random(layers) * 9,
+                  "D_EH_live": draw.random(layers)}  # fmt: skip
         intervals.append({"from": a, "to": b} | {key: digits(value) for key, value in values.items()})
     total = {key: digits(sum(np.array(each[key]) for each in intervals)) for key in MEASURES}
     edges = np.linspace(-8, 8, 65)

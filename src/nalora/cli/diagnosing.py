@@ -14,7 +14,7 @@ from nalora.progress import bars
 _COLUMNS = {
     "D_sel": ("D_sel", ".5f"), "flip": ("flips", ".3%"), "kappa_drift": ("κ drift", ".5f"),
     "suppressive": ("suppressive", ".3%"), "positive": ("positive", ".3%"), "severe": ("severe", ".4%"),
-    "D_EH": ("D_EH", ".4f"),
+    "D_EH": ("D_EH", ".4f"), "D_EH_live": ("of live gates", ".4f"),
 }  # fmt: skip
 
 

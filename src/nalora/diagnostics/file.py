@@ -92,7 +92,8 @@ def cumulative(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the intervals."""
     total: dict[str, Any] = {}
     for name in MEASURES:
-        columns = zip(*(row[name] for row in rows), strict=True)
+        # A run that was resumed may have rows from before a measure existed.
+        columns = zip(*(row.get(name) or [None] * len(row["D_EH"]) for row in rows), strict=True)
         total[name] = [None if None in column else math.fsum(column) for column in columns]
     return total
 

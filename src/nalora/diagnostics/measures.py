@@ -2,6 +2,13 @@
 
 Sums over tokens for each channel, [tokens, channels] in: float64 for measures, int64 for counts, so that they do not
 depend on how tokens were batched. Elementwise work is done in float32 (in z's own dtype if that is wider).
+
+D_EH and dead gates. χ = 1 + κ is relative to φ(z), so it grows without bound where φ vanishes: κ falls as −z² for GELU
+and as z for SiLU. A gate that is closed for good (GELU at z = −10: χ ≈ −100, φ ≈ −1e−22) then moves D_EH by more than
+thousands of open ones, although nothing of it reaches the output. So D_EH, the paper's measure, is reported with
+D_EH_live: the same sum in which every gate counts by its output, with the weight min(|φ(z)|, |φ(z′)|, 1). The weight is
+0 for a gate that is dead before or after and at most 1 however large the output; so D_EH_live ≤ D_EH, with equality
+where all gates have an output of 1 or more.
 """
 
 from __future__ import annotations
@@ -22,7 +29,9 @@ Thresholds = tuple[float, float] | None
 HISTOGRAM_EDGES = tuple(i / 4 for i in range(-32, 33))
 
 # The measures of an interval in the order of files and tables; those of `NEED_REGIMES` are missing without regimes.
-MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH")
+MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
+# Sums over channels, weighted by the mask; the others are means over them.
+MASKED = ("D_EH", "D_EH_live")
 NEED_REGIMES = ("flip", "suppressive", "positive", "severe")
 
 
@@ -34,6 +43,7 @@ class Movement:
         selection: Σ |s(z′) − s(z)|, raw gate movement.
         kappa: Σ |κ(z′) − κ(z)|.
         homogeneity: Σ (χ(z′) − χ(z))².
+        live_homogeneity: Σ min(|φ(z)|, |φ(z′)|, 1) · (χ(z′) − χ(z))².
         flip: how often the regime changed.
         suppressive: crossings of the lower threshold.
         positive: crossings of the upper threshold.
@@ -44,6 +54,7 @@ class Movement:
     selection: Tensor
     kappa: Tensor
     homogeneity: Tensor
+    live_homogeneity: Tensor
     flip: Tensor | None
     suppressive: Tensor | None
     positive: Tensor | None
@@ -53,18 +64,22 @@ class Movement:
         return Movement(**{each.name: _added(self, other, each.name) for each in fields(self)})
 
     def per_channel(self) -> dict[str, Tensor | None]:
-        """The means over tokens by measure, [channels]; D_EH without the mask's weight."""
+        """The means over tokens by measure, [channels]; D_EH and D_EH_live without the mask's weight."""
         sums = {
             "D_sel": self.selection, "flip": self.flip, "kappa_drift": self.kappa, "suppressive": self.suppressive,
             "positive": self.positive, "severe": self.severe, "D_EH": self.homogeneity,
+            "D_EH_live": self.live_homogeneity,
         }  # fmt: skip
         return {name: None if value is None else value.double() / self.tokens for name, value in sums.items()}
 
     def means(self, mask: Tensor | None = None) -> dict[str, float | None]:
-        """The means over tokens and channels; D_EH is the mean over tokens of Σ_c m_c (χ′ − χ)², m = 1 without mask."""
+        """The means over tokens and channels; D_EH is the mean over tokens of Σ_c m_c (χ′ − χ)², m = 1 without mask.
+
+        D_EH_live is the same with the weight of `live_homogeneity` in the sum.
+        """
         result: dict[str, float | None] = {}
         for name, value in self.per_channel().items():
-            if name == "D_EH":
+            if name in MASKED:
                 assert value is not None
                 result[name] = float((value if mask is None else value * mask.to(value)).sum())
             else:
@@ -76,6 +91,8 @@ def movement(before: Tensor, after: Tensor, activation: Activation, thresholds: 
     """How the gates moved from z = `before` to z′ = `after`, both [tokens, channels]."""
     z, moved = _wide(before), _wide(after)
     kappa, kappa_moved = activation.kappa(z), activation.kappa(moved)
+    change = (chi(kappa_moved) - chi(kappa)).square()
+    open_by = torch.minimum(activation.phi(z).abs(), activation.phi(moved).abs()).clamp(max=1)
     counts: dict[str, Tensor | None] = dict.fromkeys(NEED_REGIMES)
     if thresholds is not None:
         lower, upper = thresholds
@@ -87,7 +104,9 @@ def movement(before: Tensor, after: Tensor, activation: Activation, thresholds: 
         tokens=z.shape[0],
         selection=_summed((activation.selection(moved) - activation.selection(z)).abs()),
         kappa=_summed((kappa_moved - kappa).abs()),
-        homogeneity=_summed((chi(kappa_moved) - chi(kappa)).square()),
+        homogeneity=_summed(change),
+        # Not 0 · ∞ where χ is beyond the numbers.
+        live_homogeneity=_summed(torch.where(open_by == 0, open_by, open_by * change)),
         **counts,
     )
 

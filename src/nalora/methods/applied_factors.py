@@ -1,7 +1,7 @@
 """The mean factors that an NA-LoRA run applied to its steps, from the run's folder: what `lora-scaled` takes over.
 
-A factor that the run only followed (a control that was switched off, step scaling of GELU under the paper's regimes, the
-mask's mean where that was preserved) multiplied nothing, and counts as 1.
+A factor that the run only followed (of a control that was switched off, step scaling of GELU under the paper's regimes,
+the mask's mean where that was preserved) multiplied nothing, and counts as 1.
 """
 
 from __future__ import annotations

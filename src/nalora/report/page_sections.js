@@ -202,21 +202,33 @@ function curve() {
 const MEASURES = {
   D_sel: "gate movement D_sel", flip: "regime flips", kappa_drift: "κ drift", suppressive: "suppressive crossings",
   positive: "positive crossings", severe: "severe jumps", D_EH: "homogeneity movement D_EH",
+  D_EH_live: "D_EH of live gates",
 };
+const DEAD_GATES = "χ grows without bound where a gate's output vanishes (as −z² for GELU), so closed gates can carry nearly all of D_EH. D_EH of live gates counts every gate by its output, min(|φ(z)|, |φ(z′)|, 1).";
+// Which part of D_EH is left when gates count by their output.
+function liveShare(found) {
+  if (!state.measure.startsWith("D_EH")) return "";
+  const [all, live] = ["D_EH", "D_EH_live"].map((name) => {
+    const values = found.cumulative[name];
+    return values && values.every((v) => typeof v === "number") ? values.reduce((a, b) => a + b, 0) : null;
+  });
+  const share = all && live !== null ? ` Of this run's D_EH, summed over layers and intervals, ${shown(100 * live / all, 3)} % is left so.` : "";
+  return DEAD_GATES + share;
+}
 const interval_name = ([from, to]) => `${from} → ${to}`;
 
 function movedHeat() {
   const found = detail().diagnosis;
   if (!found || !found.ends.length) return { missing: found ? "The diagnosis compares no two snapshots." : lacking([state.detail], "diagnosis") };
   const z = numbers(found.measures[state.measure]);
-  if (!extent(z.flatMap((row) => Array.from(row)))) return { missing: "This measure has no value for these activations." };
+  if (!extent(z.flatMap((row) => Array.from(row)))) return { missing: "This measure has no value here: the activations have no regimes, or the diagnosis was made by an earlier version of nalora." };
   const words = MEASURES[state.measure];
   const trace = {
     type: "heatmap", x: found.ends.map(interval_name), y: found.labels, z, name: words, colorscale: SEQUENTIAL,
     colorbar: { thickness: 12, outlinewidth: 0 }, hovertemplate: `layer %{y}, steps %{x}<br>${words} %{z:.5~g}<extra></extra>`,
   };
   const layout = merged(heatLayout("from step → to step", found.labels.length), { xaxis: { type: "category" } });
-  return { traces: [trace], layout, height: heatHeight(found.labels.length), title: `Per layer: ${words}` };
+  return { traces: [trace], layout, height: heatHeight(found.labels.length), note: liveShare(found), title: `Per layer: ${words}` };
 }
 
 function movedLayer() {

@@ -18,7 +18,7 @@ from nalora.report.gates import Gates
 from nalora.report.packing import finite, kept_rows, packed
 from nalora.report.payload_layers import CHANNEL_MEASURES, channel_measures, update_norms
 
-MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH")
+MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
 _GATE_COLUMNS = ("p_sup", "p_res", "p_pos", "kept_share", "stability", "scale_gate", "scale_up", "scale_down")
 _METRICS = ("loss", "seconds")
 # A heat map is some 1,000 pixels wide; more columns than this cannot be told apart.

@@ -12,7 +12,7 @@ from nalora.report.channels import read_channels
 from nalora.report.data import RunData, layer_labels
 from nalora.report.packing import largest, packed
 
-CHANNEL_MEASURES = ("D_sel", "flip", "kappa_drift", "D_EH", "mask")
+CHANNEL_MEASURES = ("D_sel", "flip", "kappa_drift", "D_EH", "D_EH_live", "mask")
 
 
 def update_norms(capacity: Capacity, most: int) -> dict[str, Any]:
