@@ -17,7 +17,7 @@ from typing import Any
 from later_seeds import later_seeds
 from noise import repeats, robustness
 
-from nalora.studies.answer import LOSS
+from nalora.studies.alike import LOSS
 from nalora.studies.comparison import ALPHA, holm
 
 HERE = Path(__file__).parent

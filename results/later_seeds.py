@@ -10,7 +10,7 @@ from typing import Any
 
 from noise import told_apart
 
-from nalora.studies.answer import LOSS
+from nalora.studies.alike import LOSS
 
 FIRST_LATER = 5
 

@@ -142,6 +142,11 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     summaries = evaluate_target(settings["output"], Request())
     assert list(summaries) == ["base", "adapted"]
     assert summaries["base"]["examples"] == 12
+    evaluated = summaries["base"]["evaluated"]
+    assert evaluated == summaries["adapted"]["evaluated"]
+    assert evaluated["own"] is True
+    assert evaluated["style"] == "plain"
+    assert evaluated["options"]["test_size"] == 12
     outputs = [json.loads(f.read_text().splitlines()[0]) for f in sorted((tmp_path / "run").rglob("outputs.jsonl"))]
     assert len(outputs) == 2
     assert list(evaluate_target(settings["output"], Request(with_base=False))) == ["adapted"]
@@ -149,6 +154,8 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
         evaluate_target(settings["model"], Request())
     (fewer,) = evaluate_target(settings["output"], Request(options={"test_size": 5}, with_base=False)).values()
     assert fewer["examples"] == 5
+    assert fewer["evaluated"]["own"] is False
+    assert fewer["evaluated"]["questions"] != evaluated["questions"]
     for task in (None, settings["task"]):
         with pytest.raises(nalora.NALoRAError, match="may have learnt from.*leave test_size out"):
             evaluate_target(settings["output"], Request(task, options={"test_size": 30}))

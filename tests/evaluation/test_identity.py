@@ -71,7 +71,8 @@ def test_the_same_questions_in_another_folder_are_not_asked_again(model, tmp_pat
     moved = {"task": "gsm8k", "data_dir": questions(tmp_path / "b", 1, 2)}
     for request in (first, moved):
         after = evaluate_target(model, Request(**request), output=tmp_path / "kept", device="cpu")["model"]
-        assert after == {name: before[name] for name in after}
+        assert after["evaluated"] == before["evaluated"] | {"data": "a" if request is first else "b"}
+        assert after == {name: before[name] for name in after} | {"evaluated": after["evaluated"]}
 
 
 def test_other_questions_and_an_edited_file_are_asked(model, tmp_path, ask):

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from nalora import activations
 
+EVALUATED = {"questions": "0123456789abcdef", "options": {}, "style": "plain", "max_new_tokens": 8, "data": None}
 LOWER, UPPER = activations.get("silu").characteristic_points
 MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
 
@@ -82,8 +83,9 @@ def summary(right: int, of: int = 100) -> dict:
     interval = [max(0, share - 0.08), share + 0.1]
     measured = {"value": share, "bootstrap": interval, "binomial": interval}
     loss = {"value": 2.5 - 2 * share, "bootstrap": [2.4 - 2 * share, 2.6 - 2 * share]}
-    return {"task": "gym/chain_sum", "examples": of, "measures": {"accuracy": measured}, "target_loss": loss,
-            "chance": {"always 0": 0.01}, "unfinished": 0, "tokens": 300}  # fmt: skip
+    return {"task": "gym/chain_sum", "examples": of, "questions": of, "evaluated": EVALUATED,
+            "measures": {"accuracy": measured}, "target_loss": loss, "chance": {"always 0": 0.01}, "unfinished": 0,
+            "tokens": 300}  # fmt: skip
 
 
 def write_gates(path: Path, steps: int, layers: int, draw, more: dict) -> None:

@@ -47,8 +47,8 @@ def test_the_newest_evaluation_counts(tmp_path):
     file = next(run.glob("evaluations/gym/chain_sum/adapted-*/summary.json"))
     newer = file.parent.with_name("adapted-aaaaaaaaaa") / "summary.json"
     newer.parent.mkdir()
-    newer.write_text(json.dumps(json.loads(file.read_text()) | {"examples": 12345}))
-    assert read_run(run).evaluations["gym/chain_sum"]["adapted"]["examples"] == 12345
+    newer.write_text(json.dumps(json.loads(file.read_text()) | {"unfinished": 12345}))
+    assert read_run(run).evaluations["gym/chain_sum"]["adapted"]["unfinished"] == 12345
 
 
 def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
@@ -62,8 +62,8 @@ def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
     assert shown() == 5
     assert "the first 5 of 100" in answers([read_run(run)])
     write(place / "adapted-1" / "summary.json", summary(31, of=100))
-    for number, questions in (("2", 100), ("3", 1000)):
-        write(place / f"adapted-{number}" / "summary.json", summary(2, of=5) | {"questions": questions})
+    for number, asked in (("2", 5), ("3", 50)):
+        write(place / f"adapted-{number}" / "summary.json", summary(2, of=asked) | {"questions": 100})
         assert shown() == 100
     assert "the first" not in answers([read_run(run)])
 

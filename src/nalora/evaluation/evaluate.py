@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.evaluation.folder import claimed_folder
+from nalora.evaluation.identity import what_was_evaluated
 from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
@@ -34,13 +35,17 @@ def evaluate(
     examples: Sequence[Example] | None = None,
     limit: int | None = None,
     writing: bool = True,
+    options: Mapping[str, Any] | None = None,
+    data_dir: str | None = None,
+    own: bool | None = None,
     batch_tokens: int = 32_768,
     take_over: bool = False,
     report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """The summary of a model on a task, with every output and every score kept in the folder.
 
-    It tells how many examples were asked, of how many questions. A summary of more that is there already stays.
+    It says what was evaluated, and how many examples of how many questions. A summary of more that is there already
+    stays.
 
     Args:
         loaded: the model, adapted or not.
@@ -50,6 +55,9 @@ def evaluate(
         examples: what is asked, in place of the task's test examples.
         limit: only the first so many questions.
         writing: whether answers are written and scored; else only the loss of the right ones is read.
+        options: the task's settings, which the summary repeats.
+        data_dir: the folder of the task's files, whose name the summary repeats.
+        own: see `what_was_evaluated`.
         batch_tokens: see `Writer`.
         take_over: whether the folder is taken over from a process on another host.
         report: hears of progress.
@@ -69,7 +77,8 @@ def evaluate(
         )
     _refuse_too_long(loaded, task, examples, style)
     with claimed_folder(folder, take_over=take_over):
-        return _evaluate(loaded, task, folder, questions, examples, style, writing, batch_tokens, report)
+        evaluated = what_was_evaluated(task, questions, style=style, options=options or {}, data_dir=data_dir, own=own)
+        return _evaluate(loaded, task, folder, questions, examples, style, evaluated, writing, batch_tokens, report)
 
 
 def _evaluate(
@@ -79,12 +88,13 @@ def _evaluate(
     questions: Sequence[Example],
     examples: Sequence[Example],
     style: str,
+    evaluated: Mapping[str, Any],
     writing: bool,
     batch_tokens: int,
     report: Report,
 ) -> dict[str, Any]:
     counts = {"examples": len(examples), "questions": len(questions)}
-    summary: dict[str, Any] = {"task": task.name, **counts, "measures": {}, "chance": {}}
+    summary: dict[str, Any] = {"task": task.name, **counts, "evaluated": evaluated, "measures": {}, "chance": {}}
     if writing:
         task.prepare_scoring()
         outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")

@@ -53,6 +53,39 @@ def identity(
     })[:10]  # fmt: skip
 
 
+def what_was_evaluated(
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    style: str,
+    options: Mapping[str, Any],
+    data_dir: str | None,
+    own: bool | None = None,
+) -> dict[str, Any]:
+    """What a summary's numbers are of, for whoever puts two summaries next to each other.
+
+    Two summaries are alike where `questions` (the content of all questions, their order and their right answers),
+    `options`, `style` and `max_new_tokens` are, and as many of the questions were asked.
+
+    Args:
+        task: what is asked.
+        examples: all questions, also where only the first are asked.
+        style: of the prompts.
+        options: settings of the task.
+        data_dir: the folder of the task's files; its name alone is kept, to tell data sets apart in a label.
+        own: of a run: whether this is its own task with the options, data and style that it was trained with.
+    """
+    return {
+        "questions": digest_of_examples(task, examples)[:16],
+        # Where a judge's answers are kept changes none of them.
+        "options": {name: value for name, value in options.items() if name != "judgements"},
+        "style": style,
+        "max_new_tokens": task.max_new_tokens,
+        "data": Path(data_dir).name if data_dir else None,
+        **({} if own is None else {"own": own}),
+    }
+
+
 def digest_of_model(path: Path) -> str:
     """By content: of a file, or of all files in a folder that a model or an adapter is made of."""
     if path.is_file():

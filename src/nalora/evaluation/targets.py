@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nalora import tasks
 from nalora.errors import NALoRAError, did_you_mean
@@ -77,7 +77,8 @@ def evaluate_target(
     settings = RunSettings(target, request.task, device=device)
     loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
     style = request.style or "plain"
-    return {"model": _evaluate(loaded, task, task.test_examples(), place, request, style, report, options)}
+    asked = _Asked(task, task.test_examples(), style, options, request.data_dir)
+    return {"model": _evaluate(loaded, asked, place, request, report)}
 
 
 def _nothing_to_ask(folder: RunFolder) -> NALoRAError:
@@ -116,11 +117,13 @@ def _evaluate_run(
         examples: Sequence[Example] = hold_out(task.training_set(), settings.validation_size)[1]
     else:
         examples = task.test_examples()
+    as_trained = own and options == run.task_options and style == settings.prompt_style
+    asked = _Asked(task, examples, style, options, data_dir, as_trained and data_dir == settings.data_dir)
     base = as_asked(loading.load(spec), task)
     if request.with_base:
-        yield "base", _evaluate(base, task, examples, place / "base", request, style, report, options)
+        yield "base", _evaluate(base, asked, place / "base", request, report)
     adapted = _adapted(base, spec, trained, task)
-    yield "adapted", _evaluate(adapted, task, examples, place / "adapted", request, style, report, options, trained)
+    yield "adapted", _evaluate(adapted, asked, place / "adapted", request, report, trained)
 
 
 def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -138,30 +141,36 @@ def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded
     return as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
 
 
+class _Asked(NamedTuple):
+    """What is asked, and how; `own` as in `what_was_evaluated`."""
+
+    task: Task
+    examples: Sequence[Example]
+    style: str
+    options: dict[str, Any]
+    data_dir: str | None
+    own: bool | None = None
+
+
 def _evaluate(
-    loaded: Loaded,
-    task: Task,
-    examples: Sequence[Example],
-    place: Path,
-    request: Request,
-    style: str,
-    report: Report,
-    options: dict[str, Any],
-    trained: Path | None = None,
+    loaded: Loaded, asked: _Asked, place: Path, request: Request, report: Report, trained: Path | None = None
 ) -> dict[str, Any]:
     """Ask, in a folder whose name says which weights and which questions: others are never mixed in."""
     who = place.name
     # All questions are named also where few are asked, so that a whole evaluation goes on from a quick look.
-    key = identity(loaded, task, examples, style=style, options=options, trained=trained)
+    key = identity(loaded, asked.task, asked.examples, style=asked.style, options=asked.options, trained=trained)
     folder = place.with_name(f"{place.name}-{key}")
     summary = evaluate(
         loaded,
-        task,
+        asked.task,
         folder,
-        style=style,
-        examples=examples,
+        style=asked.style,
+        examples=asked.examples,
         limit=request.limit,
         writing=request.writing,
+        options=asked.options,
+        data_dir=asked.data_dir,
+        own=asked.own,
         take_over=request.take_over,
         batch_tokens=request.batch_tokens,
         report=lambda what, done, total: report(f"{who}: {what}", done, total),

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nalora.errors import NALoRAError
-from nalora.report.cleaning import clean_diagnosis, clean_mismatch, clean_summary, is_partial
+from nalora.report.cleaning import clean_diagnosis, clean_mismatch
+from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
 from nalora.report.gates import Gates, read_gates
-from nalora.training.folder import HELD_OUT, RunFolder
+from nalora.training.folder import RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
 # In the order in which the sections of a report ask for them; mask and scaling are NA-LoRA's controls.
@@ -35,11 +36,13 @@ class RunData:
         metrics: the rows of metrics.jsonl in the order of their steps.
         gates: gates.jsonl; None for methods that do not steer gates.
         evaluations: summaries by task (of what was held out of training: ``TASK (validation)``) and by who was asked,
-            ``base`` or ``adapted``.
+            ``base`` or ``adapted``. Where a task was evaluated in several ways, among all runs that are read together,
+            each has a name of its own: the same name means the same questions.
         diagnosis: diagnosis.json, written by `nalora diagnose`.
         mismatch: mismatch.json, written by `nalora diagnose --against`.
         notices: what a reader must know: what is damaged, unfinished or left out.
         missing: why a topic of TOPICS has nothing to show; a hint where that is no fault.
+        summaries: all evaluations, of which `evaluations` is made.
     """
 
     path: Path
@@ -54,6 +57,7 @@ class RunData:
     mismatch: dict[str, Any] | None
     notices: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    summaries: tuple[Evaluation, ...] = ()
 
     @property
     def method(self) -> str:
@@ -117,13 +121,14 @@ def read_run(path: str | Path) -> RunData:
     mismatch = _read_clean(path / "mismatch.json", clean_mismatch, notices)
     if mismatch is None:
         missing["mismatch"] = f"No target to compare with: `nalora diagnose {path} --against TARGET` makes one."
-    evaluations = _read_evaluations(folder.evaluations, notices)
+    summaries = read_evaluations(folder.evaluations, settings, _read_summaries(folder.evaluations, notices))
+    (evaluations,) = label([summaries])
     if not evaluations:
         missing["evaluations"] = f"Not asked yet: `nalora evaluate {path}` asks held-out questions."
     environment = _read_object(path / "environment.json", notices, wanted=True) or {}
     return RunData(
         path, path.resolve().name, settings, environment, result, metrics, gates, evaluations, diagnosis, mismatch,
-        notices, missing,
+        notices, missing, summaries,
     )  # fmt: skip
 
 
@@ -138,7 +143,14 @@ def read_runs(paths: Iterable[str | Path]) -> list[RunData]:
         inside = [] if _is_run(path) else _runs_below(path)
         folders += [each for each in inside or [path] if each not in folders]
     runs = [read_run(folder) for folder in folders]
-    return [replace(run, name=name) for run, name in zip(runs, _names([run.path for run in runs]), strict=True)]
+    named = [replace(run, name=name) for run, name in zip(runs, _names([run.path for run in runs]), strict=True)]
+    return with_comparable_evaluations(named)
+
+
+def with_comparable_evaluations(runs: Sequence[RunData]) -> list[RunData]:
+    """The same runs, with evaluations under the same name only where they are of the same questions."""
+    labelled = label([run.summaries for run in runs])
+    return [replace(run, evaluations=each) for run, each in zip(runs, labelled, strict=True)]
 
 
 def differences(runs: Sequence[RunData]) -> list[str]:
@@ -151,7 +163,7 @@ def differences(runs: Sequence[RunData]) -> list[str]:
         if len(groups) > 1:
             listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
             sentences.append(f"These runs have different {what}, so their numbers cannot be compared ({listed}).")
-    return sentences
+    return [*sentences, *separated([run.summaries for run in runs])]
 
 
 def layer_labels(blocks: Sequence[str]) -> list[str]:
@@ -288,25 +300,8 @@ def _controls_off(gates: Gates) -> dict[str, str]:
     return {"mask": gates.why_no_mask(), "scaling": gates.why_no_scaling()}
 
 
-def _read_evaluations(folder: Path, notices: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The summaries, one of each task and each who was asked: the newest of all questions, else the newest of fewer.
-
-    What was held out of training is a task of its own after the others: choices were made by it.
-    """
-    summaries = []
-    for file in folder.rglob("summary.json") if folder.is_dir() else ():
-        who = file.parent.name.rpartition("-")[0] or file.parent.name
+def _read_summaries(folder: Path, notices: list[str]) -> Iterable[tuple[Path, dict[str, Any]]]:
+    for file in sorted(folder.rglob("summary.json")) if folder.is_dir() else ():
         summary = _read_object(file, notices)
-        if summary is not None and who in ("base", "adapted"):
-            order = (_is_validation(file), not is_partial(summary), file.stat().st_mtime)
-            summaries.append((order, file, who, clean_summary(summary)))
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for _, file, who, summary in sorted(summaries, key=lambda each: each[0]):
-        task = str(summary.get("task") or file.parent.parent.relative_to(folder))
-        name = f"{task.removesuffix(HELD_OUT)} (validation)" if _is_validation(file) else task
-        found.setdefault(name, {})[who] = summary
-    return found
-
-
-def _is_validation(summary: Path) -> bool:
-    return summary.parent.parent.name.endswith(HELD_OUT)
+        if summary is not None:
+            yield file, summary

@@ -11,7 +11,7 @@ from pathlib import Path
 from nalora import __version__, own_output, whole_files
 from nalora.errors import NALoRAError
 from nalora.report import words
-from nalora.report.data import RunData
+from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.payload import payload
 from nalora.report.study_answer import StudyAnswer
 from nalora.whole_files import json_text
@@ -47,6 +47,7 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
     """
     if not runs:
         raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
+    runs = with_comparable_evaluations(runs)
     data = payload(runs)  # first: it adds to the notices
     data["answer"] = answer.numbers() if answer else None
     names = answer.name if answer else ", ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else "")

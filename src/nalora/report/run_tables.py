@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nalora import own_output, whole_files
-from nalora.report.data import RunData
+from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.paper_figures import MEASURES, known_mean, measure_table
 from nalora.report.sentences import base_summary, measures_of, score
 from nalora.report.tables import Column, Record, Table, latex, markdown, tabulate
@@ -42,6 +42,7 @@ def table_files(folder: Path) -> list[Path]:
 
 def run_tables(runs: Sequence[RunData]) -> dict[str, Table]:
     """The tables that these runs have numbers for, by title; the first is always there."""
+    runs = with_comparable_evaluations(runs)
     labels = row_labels(runs)
     tables = {"Results": _results(runs, labels)}
     for name, table in (("Movement of the gates", _movement(runs, labels)), ("Cost", _cost(runs, labels))):

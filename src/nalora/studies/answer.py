@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 from nalora import own_output, whole_files
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
+from nalora.studies import alike
+from nalora.studies.alike import LOSS, is_loss
 from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
+from nalora.studies.job import Job
 from nalora.studies.schedule import Cell, Schedule, is_screened
-from nalora.studies.store import TEST, Result
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result
 from nalora.studies.study import Study
 from nalora.studies.withheld import (
     LostRun,
@@ -21,8 +24,6 @@ from nalora.studies.withheld import (
     of_lost_runs,
     without_results,
 )
-
-LOSS = "test loss"
 
 
 class Part(NamedTuple):
@@ -39,7 +40,7 @@ class Part(NamedTuple):
     not_compared: tuple[str, ...] = ()  # a sentence for each comparison that is not made
     failed: Mapping[str, tuple[float, ...]] = {}  # the rates of each arm whose runs failed: their losses are not known
     dropped: Mapping[str, tuple[float, ...]] = {}  # of each arm, the rates trained with one screening seed
-
+    questions: tuple[str, ...] = ()  # sentences on results that are not of the same questions
     lost: Mapping[str, tuple[LostRun, ...]] = {}  # of each arm that lacks some, the runs that failed
     diverged: tuple[str, ...] = ()  # arms of which every learning rate diverged
 
@@ -56,7 +57,11 @@ class Part(NamedTuple):
             ("Diverged with every learning rate", self.diverged),
             ("Not complete", self.missing),
         )
-        return [f"{what}: {'; '.join(arms)}." for what, arms in told if arms] + of_lost_runs(self.lost)
+        return [
+            *(f"{what}: {'; '.join(arms)}." for what, arms in told if arms),
+            *of_lost_runs(self.lost),
+            *self.questions,
+        ]
 
     def _dropped(self) -> list[str]:
         return [f"{arm} at {', '.join(f'{rate:g}' for rate in rates)}" for arm, rates in self.dropped.items()]
@@ -86,17 +91,31 @@ def _part(
     rates: dict[str, float | None] = {}
     diverged = [cell.arm.name for cell in cells if schedule.diverged(cell, results)]
     missing = []
+    finished: list[tuple[Cell, Job, Result]] = []
     for cell in cells:
         rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results)
         jobs = schedule.final(cell, rate) if rate is not None else []
         found = [(job, results[job.key]) for job in jobs if job.key in results and results[job.key].has(TEST)]
         if len(found) < len(cell.arm.seeds) and cell.arm.name not in diverged:
             missing.append(cell.arm.name)
-        records += [Record(cell.arm.name, job.settings["seed"], _measures(result)) for job, result in found]
+        finished += [(cell, job, result) for job, result in found]
+    suffix, answers = (
+        alike.suffixes(
+            {
+                job.key: result.asked.get(part, "")
+                for _, job, result in finished
+                if result.has(part) and not result.diverged
+            }
+        )
+        for part in (TEST, ANSWERS)
+    )
+    for cell, job, result in finished:
+        measures = _measures(result, suffix.get(job.key, ""), answers.get(job.key, ""))
+        records.append(Record(cell.arm.name, job.settings["seed"], measures))
     names = list(dict.fromkeys(name for record in records for name in record.measures))
     records = [_with_all_measures(record, names) for record in records]
     shares = {name: _is_share(name, records) for name in names}
-    columns = [Column(name, lower=name == LOSS, scale=100.0 if shares[name] else 1.0,
+    columns = [Column(name, lower=is_loss(name), scale=100.0 if shares[name] else 1.0,
                       title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
     table = tabulate(records, columns, unranked=missing)
     values = {name: _values(records, name) for name in names}
@@ -136,15 +155,20 @@ def _part(
         tuple(dict.fromkeys(not_compared)),
         {cell.arm.name: _failed_rates(schedule, cell, results, failed) for cell in cells},
         {cell.arm.name: dropped for cell in cells if (dropped := schedule.dropped_rates(cell, results))},
+        tuple(_notes_on_questions(schedule, cells, results, finished)),
         lost,
         tuple(diverged),
     )
 
 
-def _measures(result: Result) -> dict[str, float]:
-    """Of a diverged run an infinite test loss, also where the task has none, so that it is not overlooked."""
+def _measures(result: Result, of_loss: str, of_answers: str) -> dict[str, float]:
+    """The run's numbers by the names of their columns, which say of which questions they are where that differs.
+
+    Of a diverged run an infinite test loss, also where the task has none, so that it is not overlooked.
+    """
     loss = result.losses[TEST]
-    return {**({} if math.isnan(loss) else {LOSS: loss}), **result.measures}
+    losses = {} if math.isnan(loss) else {LOSS + of_loss: loss}
+    return losses | {name + of_answers: value for name, value in result.measures.items()}
 
 
 def _with_all_measures(record: Record, names: Sequence[str]) -> Record:
@@ -152,6 +176,19 @@ def _with_all_measures(record: Record, names: Sequence[str]) -> Record:
     if record.measures.get(LOSS) != math.inf:
         return record
     return record._replace(measures={name: record.measures.get(name, math.nan) for name in names})
+
+
+def _notes_on_questions(
+    schedule: Schedule, cells: list[Cell], results: Mapping[str, Result], finished: Sequence[tuple[Cell, Job, Result]]
+) -> list[str]:
+    asked = [result.asked.get(TEST, "") for _, _, result in finished if not result.diverged]
+    screened = [
+        results[job.key].asked.get(VALIDATION, "")
+        for cell in cells
+        for job in schedule.screening(cell)
+        if job.key in results and not results[job.key].diverged
+    ]
+    return alike.notes(asked, screened)
 
 
 def _failed_rates(
@@ -170,7 +207,7 @@ def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
 
 def _is_share(measure: str, records: list[Record]) -> bool:
     """A loss is none, nor is a judge's rating from 1 to 10."""
-    return measure != LOSS and all(
+    return not is_loss(measure) and all(
         abs(value) <= 1 for each in records if math.isfinite(value := each.measures.get(measure, 0.0))
     )
 
@@ -191,7 +228,7 @@ def _compared(
     finite = {arm: by_seed for arm, by_seed in values.items() if not diverged_seeds(by_seed)}
     known = [pair for pair in pairs if finite.keys() >= {*pair}]
     planned = sum(len(seeds[arm] & seeds[baseline]) >= FEWEST_SEEDS for arm, baseline in pairs)
-    return compare_pairs(finite, known, higher_is_better=measure != LOSS, planned=planned)
+    return compare_pairs(finite, known, higher_is_better=not is_loss(measure), planned=planned)
 
 
 def in_markdown(study: Study, parts: list[Part]) -> str:

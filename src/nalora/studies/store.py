@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nalora.studies.alike import asked_in, is_other_than_trained
 from nalora.training import contents, marker
 from nalora.training.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.training.settings import Run
@@ -49,6 +51,7 @@ class Result(NamedTuple):
     measures: dict[str, float]
     seconds: float
     examples: int = 0
+    asked: Mapping[str, str] = {}  # by part, a digest of the questions; empty where a result of 0.1 does not say
     diverged: bool = False
 
     def has(self, part: str) -> bool:
@@ -95,20 +98,24 @@ class Store:
             return Result(None, infinite, {}, found.get("seconds") or 0.0, found.get("examples") or 0, diverged=True)
         losses: dict[str, float] = {}
         measures: dict[str, float] = {}
+        asked: dict[str, str] = {}
         # A task's name may hold a slash, which makes its folder one deeper.
         for path in sorted(folder.evaluations.rglob("adapted-*/losses.json")):
             told = _read(path)
-            if told is None or told.get("task") != found.get("task"):
+            if told is None or told.get("task") != found.get("task") or is_other_than_trained(told):
                 continue
             part = VALIDATION if path.parent.parent.name.endswith(HELD_OUT) else TEST
             # No number where the task's questions have no one right answer, as a conversation or a program has not.
             loss = told.get("target_loss")
             losses[part] = _number(loss["value"]) if loss else math.nan
+            asked[part] = asked_in(told)
             summary = _read(path.with_name("summary.json"))
             questions = told.get("examples", 0)
             if part == TEST and summary and summary.get("examples", 0) >= min(questions, ask_limit or questions):
                 measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
-        return Result(found.get("train_loss"), losses, measures, found.get("seconds", 0.0), found.get("examples", 0))
+                asked[ANSWERS] = asked_in(summary)
+        seconds, examples = found.get("seconds", 0.0), found.get("examples", 0)
+        return Result(found.get("train_loss"), losses, measures, seconds, examples, asked)
 
 
 def _is_of_0_1(root: Path) -> bool:

@@ -1,0 +1,102 @@
+"""Runs of a study that were asked different questions share no column and no comparison."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from dummies import Instantly, study
+
+from nalora.studies.alike import asked_in, is_other_than_trained, notes, suffixes
+from nalora.studies.answer import answer
+from nalora.studies.conduct import conduct, so_far
+from nalora.studies.store import TEST, Store
+
+EVALUATED = {"questions": "aaaaaaaa", "options": {}, "style": "plain", "max_new_tokens": 8, "data": "x"}
+
+
+def test_a_digest_of_what_was_asked():
+    summary = {"examples": 5, "evaluated": EVALUATED}
+    assert asked_in({"examples": 5}) == ""
+    assert asked_in(summary) == asked_in(summary | {"evaluated": EVALUATED | {"data": "elsewhere", "own": True}})
+    for other in ({"questions": "b"}, {"style": "chat"}, {"options": {"n": 1}}, {"max_new_tokens": 9}):
+        assert asked_in(summary | {"evaluated": EVALUATED | other}) != asked_in(summary)
+    assert asked_in(summary | {"examples": 4}) != asked_in(summary)
+
+
+def test_measures_get_other_names_only_where_questions_differ():
+    assert suffixes({"a": "11", "b": "11", "c": ""}) == {"a": "", "b": "", "c": ""}
+    apart = suffixes({"a": "1111111", "b": "2222222", "c": ""})
+    assert apart == {"a": " (questions 111111)", "b": " (questions 222222)", "c": " (questions not recorded)"}
+
+
+def test_notes_say_what_cannot_be_compared():
+    assert notes(["", ""], [""]) == notes(["1", "1"], ["2"]) == []
+    assert "different questions" in notes(["1", "2"], [])[0]
+    assert "do not record" in notes(["1", ""], [])[0]
+    assert "Learning rates" in notes(["1"], ["2", "3"])[0]
+
+
+def test_an_evaluation_on_other_data_does_not_replace_the_runs_own(tmp_path):
+    place = tmp_path / "run"
+    (place / "evaluations/t/adapted-1").mkdir(parents=True)
+    (place / "evaluations/t/adapted-9").mkdir()
+    (place / "result.json").write_text(json.dumps({"task": "t"}))
+    own = {"task": "t", "examples": 5, "target_loss": {"value": 1.0}, "evaluated": EVALUATED | {"own": True}}
+    other = own | {"target_loss": {"value": 9.0}, "evaluated": EVALUATED | {"questions": "b", "own": False}}
+    (place / "evaluations/t/adapted-1/losses.json").write_text(json.dumps(own))
+    (place / "evaluations/t/adapted-9/losses.json").write_text(json.dumps(other))
+    assert is_other_than_trained(other)
+    found = Store(tmp_path).result("run")
+    assert found.losses == {TEST: 1.0}
+    assert found.asked == {TEST: asked_in(own)}
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A study whose runs have ended, and the files of their results."""
+    described = study()
+    conduct(described, tmp_path, Instantly())
+    return described, tmp_path
+
+
+def record_questions(store, of_method):
+    """Give every result the questions that its method was asked."""
+    for result in store.glob("*/result.json"):
+        method = (result.parent / "method").read_text()
+        for file in result.parent.rglob("*.json"):
+            if file.name in ("losses.json", "summary.json") and of_method.get(method):
+                told = json.loads(file.read_text()) | {"evaluated": EVALUATED | {"questions": of_method[method]}}
+                file.write_text(json.dumps(told))
+
+
+def table_of(described, store):
+    progress = so_far(described, store)
+    for job_key, method in {
+        job.key: job.settings["method"]
+        for cell in progress.schedule.cells
+        for rate in cell.arm.learning_rates
+        for job in [progress.schedule.job(cell, rate, seed) for seed in cell.arm.seeds]
+    }.items():
+        if (store / job_key).is_dir():
+            (store / job_key / "method").write_text(method)
+    return answer(progress.schedule, progress.results, progress.failed)[0]
+
+
+def test_arms_asked_different_questions_are_not_compared(finished):
+    described, store = finished
+    before = table_of(described, store)
+    measures = [column.measure for column in before.table.columns]
+    assert before.comparisons["test loss"]
+    record_questions(store, {"lora": "aaaa", "na-lora": "aaaa"})
+    same = table_of(described, store)
+    assert [column.measure for column in same.table.columns] == measures
+    assert same.comparisons == before.comparisons
+    assert same.questions == ()
+    record_questions(store, {"lora": "aaaa", "na-lora": "bbbb"})
+    apart = table_of(described, store)
+    losses = [column for column in apart.table.columns if column.measure.startswith("test loss")]
+    assert len(losses) == 2
+    assert all(column.lower_is_better and column.scale == 1 for column in losses)
+    assert not any(found for found in apart.comparisons.values())
+    assert "different questions" in apart.notes()[-1]
