@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nalora import own_output, whole_files
 from nalora.errors import NALoRAError
+from nalora.report.naming import brief, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +53,16 @@ def stroke(number: int, *, marked: bool = False) -> dict[str, Any]:
     return style | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if marked else style
 
 
+def shown(text: str) -> str:
+    """Text that matplotlib draws as it is: $ begins no formula."""
+    return tidy(text).replace("$", r"\$")
+
+
+def line_label(name: str) -> str:
+    """The label of a line: a leading _ would keep it out of the legend."""
+    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
+
+
 @contextlib.contextmanager
 def look() -> Iterator[None]:
     """The style, whatever the user's own matplotlibrc says.
@@ -84,7 +95,7 @@ def notice(axes: Axes, text: str) -> None:
     """Say in the place of a chart why there is none."""
     axes.set_axis_off()
     axes.text(
-        0.5, 0.5, textwrap.fill(text, 44), transform=axes.transAxes, ha="center", va="center", color=GREY,
+        0.5, 0.5, textwrap.fill(shown(text), 44), transform=axes.transAxes, ha="center", va="center", color=GREY,
         style="italic",
     )  # fmt: skip
 
@@ -92,7 +103,7 @@ def notice(axes: Axes, text: str) -> None:
 def title(figure: Figure, text: str) -> None:
     """What the figure shows, top left; short lines, so that a narrow figure holds them."""
     columns = int(figure.get_figwidth() * 11)
-    figure.suptitle(textwrap.fill(text, columns), x=0.01, ha="left")
+    figure.suptitle(textwrap.fill(shown(text), columns), x=0.01, ha="left")
 
 
 def below(figure: Figure, axes: Axes, notes: Sequence[str]) -> None:
@@ -104,12 +115,18 @@ def below(figure: Figure, axes: Axes, notes: Sequence[str]) -> None:
     if len(labels) < 2:
         handles, labels = [], []
     width = figure.get_figwidth()
-    columns = max(1, min(len(labels), int(width * 13) // (max(map(len, labels), default=0) + 8)))
-    lines = [line for note in notes for line in textwrap.wrap(note, int(width * 15), break_on_hyphens=False)]
+    short = brief(labels)
+    columns = max(1, min(len(labels), int(width * 13) // (max(map(len, short.values()), default=0) + 8)))
+    whole = [f"{form}: {label}" for label, form in short.items() if form != label]
+    lines = [
+        line
+        for note in [*notes, *whole]
+        for line in textwrap.wrap(shown(note), int(width * 15), break_on_hyphens=False)
+    ]
     if labels or lines:
         legend = figure.legend(
-            handles, labels, loc="outside lower left", ncols=columns, handlelength=3, alignment="left",
-            title="\n".join(lines) or None, title_fontproperties={"size": 7.5},
+            handles, [shown(short[label]) for label in labels], loc="outside lower left", ncols=columns, handlelength=3,
+            alignment="left", title="\n".join(lines) or None, title_fontproperties={"size": 7.5},
         )  # fmt: skip
         legend.get_title().set_color(GREY)
         rows = -(-len(labels) // columns)
@@ -151,7 +168,7 @@ def layer_ticks(axis: Any, labels: Sequence[str]) -> None:
     """Names of layers along an axis, at most nine so that none overlap."""
     every = max(1, -(-len(labels) // 9))
     places = range(0, len(labels), every)
-    axis.set_ticks(list(places), [labels[place] for place in places])
+    axis.set_ticks(list(places), [shown(labels[place]) for place in places])
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -35,12 +35,25 @@ def write_figures(runs: Sequence[RunData], folder: Path) -> Written:
         "step-scales": gate_figures.step_scales(runs),
         "update-norm": update_norms(runs),
     }
-    for run in runs:
-        name = re.sub(r"[^\w.-]+", "-", run.name).strip("-.") or "run"
+    for run, name in zip(runs, _file_names([run.name for run in runs]), strict=True):
         figures[f"{name}-regimes"] = gate_figures.regime_maps(run)
         figures[f"{name}-mask"] = gate_figures.mask_maps(run)
         figures[f"{name}-kappa"] = gate_figures.kappa_figure(run)
     return _write({**figures, **_of_paper(runs)}, folder)
+
+
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A beginning of a file's name for each run, no two alike: short enough for every file system."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+        # 255 bytes are the limit, and a letter may take four.
+        plain, number = plain[:48].rstrip("-."), 2
+        unique = plain
+        while unique in found:
+            unique, number = f"{plain}-{number}", number + 1
+        found.append(unique)
+    return found
 
 
 def write_paper_figures(runs: Sequence[RunData], folder: Path) -> Written:
@@ -64,7 +77,7 @@ def loss_curves(runs: Sequence[RunData]) -> Figure | str:
                 smoothed = max(smoothed, window := len(losses) // 50)
                 axes.plot(steps, losses, color=style["color"], alpha=0.25, linewidth=0.8, label="_raw")
                 losses = running_mean(losses, window)
-            axes.plot(steps, losses, label=run.name, **style)
+            axes.plot(steps, losses, label=drawing.line_label(run.name), **style)
         drawing.step_axis(axes)
         axes.set_ylabel("cross-entropy per target token (nats)")
         notes = [] if len(told) > 1 else [f"Run: {told[0][1].name}."]
@@ -92,7 +105,9 @@ def update_norms(runs: Sequence[RunData]) -> Figure | str:
             if capacity is None:
                 continue
             labels, norms = layer_norms(capacity)
-            axes.plot(np.arange(len(norms)), norms, label=run.name, **drawing.stroke(number, marked=True))
+            axes.plot(
+                np.arange(len(norms)), norms, label=drawing.line_label(run.name), **drawing.stroke(number, marked=True)
+            )
             drawing.layer_ticks(axes.xaxis, labels)
         drawing.from_zero(axes)
         axes.set_xlabel("layer")

@@ -60,7 +60,7 @@ def step_scales(runs: Sequence[RunData]) -> Figure | str:
                     alpha=0.15,
                     linewidth=0,
                 )
-                each.plot(steps, np.nanmean(values, axis=1), label=run.name, **style)
+                each.plot(steps, np.nanmean(values, axis=1), label=drawing.line_label(run.name), **style)
             each.set_title(projection)
             drawing.step_axis(each)
         axes[0].set_ylabel("step scale (1 = plain LoRA)")
@@ -200,7 +200,7 @@ def _histogram(axes: Axes, edges: Array, counts: Array, steps: Sequence[int]) ->
 @torch.no_grad()
 def _kappa(axes: Axes, name: str, low: float, high: float) -> bool:
     """Draw κ; False, with a notice in its place, where nalora knows no formula."""
-    axes.set_title(name)
+    axes.set_title(drawing.shown(name))
     activation = named_activation(name)
     if activation is None:
         drawing.notice(axes, f"nalora has no formula for κ of {name}.")

@@ -12,6 +12,7 @@ from nalora import __version__, own_output, whole_files
 from nalora.errors import NALoRAError
 from nalora.report import words
 from nalora.report.data import RunData, with_comparable_evaluations
+from nalora.report.naming import brief
 from nalora.report.payload import payload
 from nalora.report.study_answer import StudyAnswer
 from nalora.whole_files import json_text
@@ -50,7 +51,10 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
     runs = with_comparable_evaluations(runs)
     data = payload(runs)  # first: it adds to the notices
     data["answer"] = answer.numbers() if answer else None
-    names = answer.name if answer else ", ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    arms = answer.arms() if answer else []
+    data["labels"] = brief([*(run.name for run in runs), *arms])
+    listed = ", ".join(data["labels"][run.name] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    names = answer.name if answer else listed
     parts = {
         "title": escape(f"nalora report: {names}"),
         "css": _own("page.css"),

@@ -38,13 +38,13 @@ function makeControls() {
       changed();
     });
     const swatch = element("span", { class: "swatch-box" });
-    choice.append(element("label", { for: `run-${i}` }, box, swatch, run.name));
+    choice.append(element("label", { for: `run-${i}`, title: run.name }, box, swatch, brief(run.name)));
   });
   choice.hidden = runs.length < 2;
   const most = [(run) => run.gates, (run) => run.diagnosis, (run) => run.capacity].map((has) => runs.findIndex(has));
   state.detail = Math.max(0, most.find((i) => i >= 0) ?? 0);
   const listen = (id, set) => document.getElementById(id).addEventListener("change", (event) => { set(event.target.value); changed(); });
-  options(document.getElementById("detail"), runs.map((run) => run.name), range(runs.length));
+  options(document.getElementById("detail"), runs.map((run) => brief(run.name)), range(runs.length));
   document.getElementById("detail").value = state.detail;
   document.getElementById("detail-field").hidden = runs.length < 2;
   options(document.getElementById("layer"), layerNames());
@@ -68,7 +68,8 @@ function follow(channel) {
 }
 
 function chooseLayer(point) {
-  if (layerNames().includes(String(point.y))) { state.layer = String(point.y); changed(); }
+  const layer = layerNames().find((name) => literal(name) === String(point.y));
+  if (layer !== undefined) { state.layer = layer; changed(); }
 }
 
 function makeCharts() {

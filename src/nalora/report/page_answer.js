@@ -5,12 +5,13 @@ function answerCharts(answer) {
     const among = part.heading ? ` (${part.heading})` : "";
     for (const [j, measure] of Object.keys(part.differences).entries()) {
       addChart("answer", `difference-${i}-${j}`, `${measure}: difference to ${answer.baseline}${among}`,
-        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure, part.differences[measure], (row) => row.arm));
+        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure, part.differences[measure], (row) => brief(row.arm), (row) => row.arm));
     }
     for (const [j, measure] of Object.keys(part.controls).entries()) {
       addChart("answer", `control-${i}-${j}`, `${measure}: difference to controls${among}`,
         "What an arm must beat beside the baseline. Paired by seed, with Student's 95 % interval of each difference.",
-        () => differences(part, measure, part.controls[measure], (row) => `${row.arm}<br>beside ${row.beside}`));
+        () => differences(part, measure, part.controls[measure], (row) => `${brief(row.arm)}\nbeside ${brief(row.beside)}`,
+          (row) => `${row.arm}\nbeside ${row.beside}`));
     }
     addChart("answer", `rates-${i}`, `Learning rates${among}`, "Validation loss; the chosen rate of an arm is filled.",
       () => rateCurves(part), { wide: true });
@@ -20,7 +21,7 @@ function answerCharts(answer) {
 // An arm has the colour of the run that stands for it below.
 const placeOf = (part, arm) => part.shown[arm] ?? runs.length + Object.keys(part.screening).indexOf(arm);
 
-function differences(part, measure, found, named) {
+function differences(part, measure, found, named, whole) {
   const rows = found.filter((row) => row.value !== null);
   if (!rows.length) return { missing: part.missing ? `Not compared: ${missingRuns(part)}` : "No arm has been run with the baseline's seeds yet." };
   const traces = rows.map((row) => {
@@ -31,15 +32,15 @@ function differences(part, measure, found, named) {
       type: "scatter", mode: "markers", orientation: "h", name: row.arm, x: [row.value], y: [named(row)],
       marker: { color: stroke, size: 10 },
       error_x: { type: "data", symmetric: false, array: [high - row.value], arrayminus: [row.value - low], color: stroke, thickness: 2, width: 6 },
-      hovertemplate: `%{x:+.4~g}<br>${told}<br>${row.verdict}<extra>${named(row)}</extra>`,
+      hovertemplate: `%{x:+.4~g}<br>${told}<br>${literal(row.verdict)}<extra>${literal(inLines(whole(row)))}</extra>`,
     };
   });
-  const spoken = rows.map((row) => `${named(row).replace("<br>", " ")} ${shown(row.value)}, ${row.verdict}`).join("; ");
+  const spoken = rows.map((row) => `${whole(row).replace("\n", " ")} ${shown(row.value)}, ${row.verdict}`).join("; ");
   const layout = {
     xaxis: { title: { text: `difference in ${measure}` }, zeroline: true, zerolinecolor: css("--ink"), zerolinewidth: 1 },
     yaxis: { type: "category", range: [rows.length - 0.5, -0.5] },
   };
-  return { traces, layout, spoken, height: 90 + (named(rows[0]).includes("<br>") ? 44 : 26) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
+  return { traces, layout, spoken, height: 90 + (named(rows[0]).includes("\n") ? 44 : 26) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
 }
 
 const missingRuns = (part) => `these runs are missing because they failed: ${part.missing.join("; ")}.`;

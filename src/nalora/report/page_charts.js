@@ -77,9 +77,9 @@ function draw(chart) {
     return;
   }
   if (figure.title) chart.heading.textContent = figure.title;
-  const layout = merged(baseLayout(figure.height || 300), figure.layout);
+  const layout = withLiteralTitles(merged(baseLayout(figure.height || 300), figure.layout));
   layout.width = printing ? PRINTED_WIDTH : chart.plot.clientWidth;
-  Plotly.react(chart.plot, figure.traces, layout, PLOT_OPTIONS);
+  Plotly.react(chart.plot, figure.traces.map(withLiteralNames), layout, PLOT_OPTIONS);
   chart.plot.setAttribute("aria-label", `${chart.heading.textContent}. ${figure.spoken || described(figure.traces)}`);
   chart.legend.replaceChildren(...(figure.legend || []).map(legendItem));
   if (chart.table.open) fillTable(chart);
@@ -87,6 +87,26 @@ function draw(chart) {
     chart.listening = true;
     chart.plot.on("plotly_click", (event) => chart.onClick(event.points[0]));
   }
+}
+
+// Plotly reads tags and links in whatever text it is given: names, categories and titles become plain text here. What a
+// hover template holds of them is made literal where the template is written.
+function withLiteralNames(trace) {
+  const made = { ...trace };
+  if (made.name !== undefined) made.name = literal(inLines(made.name));
+  for (const axis of ["x", "y"]) {
+    if (Array.isArray(made[axis]) && typeof made[axis][0] === "string") made[axis] = made[axis].map(literal);
+  }
+  return made;
+}
+
+function withLiteralTitles(layout) {
+  const made = { ...layout };
+  for (const axis of ["xaxis", "yaxis", "yaxis2"]) {
+    const title = made[axis] && made[axis].title;
+    if (title && title.text) made[axis] = { ...made[axis], title: { ...title, text: literal(inLines(title.text)) } };
+  }
+  return made;
 }
 
 function legendItem({ name, colour: stroke, dash: line, box }) {
@@ -98,7 +118,7 @@ function legendItem({ name, colour: stroke, dash: line, box }) {
   for (const [key, value] of Object.entries(place)) shape.setAttribute(key, value);
   if (pattern && !box) shape.setAttribute("stroke-dasharray", pattern);
   svg.append(shape);
-  return element("li", {}, svg, name);
+  return element("li", { title: name }, svg, brief(name));
 }
 
 // What a sighted reader takes in at a glance, as a sentence.

@@ -42,6 +42,15 @@ const diverging = () =>
     ? [[0, "#6db3f2"], [0.5, "#23282f"], [1, "#f5a54a"]]
     : [[0, "#1f66ad"], [0.5, "#f7f7f7"], [1, "#b45f06"]];
 
+// Text that others chose as plotly shows it as it is: no tag, no link, no place of a template; our line breaks stay.
+function literal(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;").replace(/\n/g, "<br>");
+}
+// The whole of a long name in a hover label: in lines, so that it stays on the page.
+const inLines = (text, most = 60) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
+// A name where there is little room; no two runs or arms share one.
+const brief = (name) => report.labels[name] ?? name;
+
 const range = (n) => Array.from({ length: n }, (_, i) => i);
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 

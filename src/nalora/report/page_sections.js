@@ -71,7 +71,7 @@ function answered(task, measure) {
         const key = JSON.stringify(score);
         if (who === "base" && bases.has(key)) continue;
         if (who === "base") bases.add(key);
-        rows.push({ name: who === "base" ? "base" : runs[i].name, score, colour: who === "base" ? css("--faint") : colour(i), base: who === "base" });
+        rows.push({ name: who === "base" ? "base" : brief(runs[i].name), whole: who === "base" ? "base" : runs[i].name, score, colour: who === "base" ? css("--faint") : colour(i), base: who === "base" });
       }
     }
     rows.sort((a, b) => b.base - a.base);
@@ -82,10 +82,10 @@ function answered(task, measure) {
         type: "scatter", mode: "markers", orientation: "h", name: row.name, x: [row.score.value], y: [row.name],
         marker: { color: row.colour, size: 11, symbol: row.base ? "diamond" : "circle" },
         error_x: { type: "data", symmetric: false, array: [high - row.score.value], arrayminus: [row.score.value - low], color: row.colour, thickness: 2, width: 6 },
-        hovertemplate: `${measure} %{x:.5~g}<br>95 % interval ${shown(low)} … ${shown(high)}<extra>${row.name}</extra>`,
+        hovertemplate: `${literal(inLines(measure))} %{x:.5~g}<br>95 % interval ${shown(low)} … ${shown(high)}<extra>${literal(inLines(row.whole))}</extra>`,
       };
     });
-    const spoken = rows.map((r) => `${r.name} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
+    const spoken = rows.map((r) => `${r.whole} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
     const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
     return { traces, layout, spoken, height: 90 + (rows.length > 6 ? 22 : 34) * rows.length };
   };
@@ -142,11 +142,11 @@ function scales() {
     }
     for (const [column, name, line] of parts) {
       if (!gates.columns[column]) continue;
-      const title = runs.length > 1 ? `${runs[i].name}: ${name}` : name;
+      const title = runs.length > 1 ? `${brief(runs[i].name)}: ${name}` : name;
       traces.push({
         type: "scatter", mode: gates.steps.length < 3 ? "lines+markers" : "lines", x: gates.steps, y: numbers(gates.columns[column])[row],
         name: title, line: { color: colour(i), dash: line, width: 2 },
-        hovertemplate: `step %{x}<br>${name} × %{y:.5~g}<extra>${runs[i].name}</extra>`,
+        hovertemplate: `step %{x}<br>${name} × %{y:.5~g}<extra>${literal(inLines(runs[i].name))}</extra>`,
       });
       legend.push({ name: title, colour: colour(i), dash: line });
     }

@@ -31,7 +31,12 @@ def over_training(runs: Sequence[RunData]) -> Figure | str:
     """Each diagnostic at the end of every interval, the mean over layers; or why there is nothing to draw."""
 
     def draw(axes: Axes, run: RunData, table: Array, style: dict[str, Any]) -> None:
-        axes.plot([interval["to"] for interval in _intervals(run)], known_mean(table, 1), label=run.name, **style)
+        axes.plot(
+            [interval["to"] for interval in _intervals(run)],
+            known_mean(table, 1),
+            label=drawing.line_label(run.name),
+            **style,
+        )
         drawing.step_axis(axes)
         axes.set_xlabel("step (end of the interval)")
 
@@ -43,7 +48,7 @@ def by_layer(runs: Sequence[RunData]) -> Figure | str:
     """Each diagnostic by layer, the mean over intervals; or why there is nothing to draw."""
 
     def draw(axes: Axes, run: RunData, table: Array, style: dict[str, Any]) -> None:
-        axes.plot(np.arange(table.shape[1]), known_mean(table, 0), label=run.name, **style)
+        axes.plot(np.arange(table.shape[1]), known_mean(table, 0), label=drawing.line_label(run.name), **style)
         axes.set_xlabel("layer")
         drawing.layer_ticks(axes.xaxis, layer_labels([str(block.get("name")) for block in _diagnosis(run)["blocks"]]))
 

@@ -68,6 +68,11 @@ class StudyAnswer:
     baseline: str
     parts: Sequence[AnswerPart]
 
+    def arms(self) -> list[str]:
+        """Every arm by name."""
+        found = [name for part in self.parts for name in (*part.rates, *part.screening)]
+        return list(dict.fromkeys([self.baseline, *found]))
+
     def tables(self) -> str:
         """What is asked, and a table for each part, as HTML; the charts stand below it."""
         question = f"<p>{escape(self.question)}</p>" if self.question else ""

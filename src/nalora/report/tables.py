@@ -9,6 +9,7 @@ every comparison of a row to succeed, more rows make that rarer, not likelier.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
@@ -16,7 +17,10 @@ from typing import Literal, NamedTuple
 
 from nalora.errors import NALoRAError
 from nalora.evaluation.differences import difference
+from nalora.report.naming import brief, tidy
 
+_SCHEME = re.compile(r"\b(https?|ftp|mailto|xmpp):", re.IGNORECASE)
+_WWW = re.compile(r"\b(www)\.", re.IGNORECASE)
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "seconds", "memory", "gib", "error")
 Mark = Literal["best", "second", ""]
 
@@ -180,24 +184,28 @@ def markdown(table: Table) -> str:
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     lines = [["", *(escape_markdown(column.head) for column in table.columns)]]
     lines.append(["---", *("---:" for _ in table.columns)])
+    short = brief(table.rows)
     for label, cells in table.texts():
-        lines.append([escape_markdown(label), *(marks[mark].format(text) for text, mark in cells)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{escape_markdown(table.caption)}\n"
+        lines.append([escape_markdown(short[label]), *(marks[mark].format(text) for text, mark in cells)])
+    caption = " ".join([table.caption, *_shortened(short)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{escape_markdown(caption)}\n"
 
 
 def latex(table: Table, label: str = "tab:results") -> str:
     """A table for booktabs, escaped for every LaTeX engine."""
     marks = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
     head = " & ".join(["", *(escape_latex(column.head) for column in table.columns)])
+    short = brief(table.rows)
+    caption = " ".join([table.caption, *_shortened(short)])
     body = [
-        " & ".join([escape_latex(name), *(marks[mark].format(escape_latex(text)) for text, mark in cells)])
+        " & ".join([escape_latex(short[name]), *(marks[mark].format(escape_latex(text)) for text, mark in cells)])
         for name, cells in table.texts()
     ]
     return "\n".join([
         "% needs \\usepackage{booktabs}",
         r"\begin{table}[t]",
         r"  \centering",
-        rf"  \caption{{{escape_latex(table.caption)}}}",
+        rf"  \caption{{{escape_latex(caption)}}}",
         rf"  \label{{{label}}}",
         rf"  \begin{{tabular}}{{l{'c' * len(table.columns)}}}",
         r"    \toprule",
@@ -211,14 +219,24 @@ def latex(table: Table, label: str = "tab:results") -> str:
     ])  # fmt: skip
 
 
+def _shortened(short: Mapping[str, str]) -> list[str]:
+    """A sentence with the whole of every label that was too long for its row."""
+    whole = [f"{form}: {label}" for label, form in short.items() if form != label]
+    return [f"Shortened: {'; '.join(whole)}."] if whole else []
+
+
 def escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    return " ".join("".join(f"\\{c}" if c in r"\`*_{}[]<>#|~" else c for c in text).split())
+    """Text that Markdown shows as it is: no markup, and no address that becomes a link by itself."""
+    escaped = "".join(f"\\{c}" if c in r"\`*_{}[]<>#|~&" else c for c in tidy(text))
+    # GitHub links what looks like an address: the scheme's colon and the dot after www are escaped, and a word joiner,
+    # which has no width, ends what would be a mail address after its @.
+    escaped = _SCHEME.sub(r"\1\:", escaped)
+    return _WWW.sub(r"\1\.", escaped).replace("@", "@\N{WORD JOINER}")
 
 
 def escape_latex(text: str) -> str:
     """Text that LaTeX sets as it is; the signs nalora writes become commands, so pdflatex knows them too."""
-    return " ".join("".join(_LATEX.get(c, c) for c in text).split())
+    return " ".join("".join(_LATEX.get(c, c) for c in tidy(text)).split())
 
 
 def _mark(cells: list[Cell], *, lower: bool) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from nalora.report.cleaning import is_partial
 from nalora.report.data import RunData, differences
+from nalora.report.naming import brief
 from nalora.report.sentences import base_summary, findings, measures_of, score
 
 
@@ -162,9 +163,11 @@ def notices(runs: Sequence[RunData]) -> str:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, numbers: bool = False) -> str:
     """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    rows = [list(row) for row in rows]
+    short = brief([*columns, *(first for first, *_ in rows)])
+    head = "".join(f'<th scope="col">{_named(column, short)}</th>' for column in columns)
     body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        f'<tr><th scope="row">{_named(first, short)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -174,6 +177,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
         f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table{kind}>{title}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _named(name: str, short: Mapping[str, str]) -> str:
+    """A name, shortened where it is long; the whole of it shows when it is pointed at."""
+    if short[name] == name:
+        return escape(name)
+    return f'<span title="{escape(name, quote=True)}">{escape(short[name])}</span>'
 
 
 def items(sentences: Iterable[str]) -> str:

@@ -60,7 +60,7 @@ def notes(asked: Iterable[str], screened: Iterable[str]) -> list[str]:
         told.append("Runs were evaluated on different questions; numbers of each set are in columns of their own.")
     elif len(found) > 1:
         told.append(
-            "Some results do not record their questions; as their settings agree, the questions are taken to be the same."
+            "Some results do not record their questions; as the settings agree, they are taken to be of the same ones."
         )
     if len(by) > 1:
         told.append("Learning rates were chosen by validation losses on different questions, which cannot be compared.")

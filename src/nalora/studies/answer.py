@@ -233,16 +233,16 @@ def _compared(
 
 def in_markdown(study: Study, parts: list[Part]) -> str:
     """The answer as a page."""
-    lines = [f"<!-- {own_output.TEXT} -->\n", f"# {study.name}\n"]
+    lines = [f"<!-- {own_output.TEXT} -->\n", f"# {escape_markdown(study.name)}\n"]
     for part in parts:
         if part.heading:
-            lines.append(f"## {part.heading}\n")
+            lines.append(f"## {escape_markdown(part.heading)}\n")
         if part.table.rows:
             lines += [markdown(part.table)]
         lines += ["| arm | learning rate: validation loss |", "|---|---|"]
         lines += [f"| {escape_markdown(arm)} | {_in_a_row(part, arm)} |" for arm in part.screening] + [""]
-        lines += [f"{note}\n" for note in part.notes()]
-        lines += [f"- {each}" for each in part.sentences()] + [""]
+        lines += [f"{escape_markdown(note)}\n" for note in part.notes()]
+        lines += [f"- {escape_markdown(each)}" for each in part.sentences()] + [""]
     if missing := {run.key for part in parts for runs in part.lost.values() for run in runs}:
         lines.append(f"{len(missing)} run(s) are missing because they failed.")
     return "\n".join(lines)
