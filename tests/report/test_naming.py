@@ -24,8 +24,9 @@ from report.run_folders import write_run
 
 HOSTILE = (
     '<a href="https://evil.example/">click</a>', "<b>bold</b>", "</script><script>alert(1)</script>",
-    "%{x}%{fullData.name}", "$x^2$ and $", "_hidden", "[text](javascript:alert(1))", "see https://evil.example or www.evil.example",
-    "write a@evil.example", "&lt;b&gt;", "a|b\nc", r"\input{/etc/passwd}", "tab\tbell\x07", "🙂" * 90, "n" * 300,
+    "%{x}%{fullData.name}", "$x^2$ and $", "_hidden", "[text](javascript:alert(1))",
+    "see https://evil.example or www.evil.example", "write a@evil.example", "&lt;b&gt;", "a|b\nc",
+    r"\input{/etc/passwd}", "tab\tbell\x07", "🙂" * 90, "n" * 300,
 )  # fmt: skip
 names = st.one_of(
     st.sampled_from(HOSTILE),

@@ -148,7 +148,9 @@ def _key(evaluated: Mapping[str, Any]) -> str:
 def _evidence(
     file: Path, task: str, validation: bool, who: str, summary: dict[str, Any], settings: Mapping[str, Any]
 ) -> frozenset[str]:
-    count = f"{task} {validation} {summary.get('examples')} {summary.get('questions')}"
+    examples = summary.get("examples")
+    # Early summaries do not say how many questions there are: all of them were asked.
+    count = f"{task} {validation} {examples} {summary.get('questions', examples)}"
     evaluated = summary.get("evaluated")
     if isinstance(evaluated, dict):
         return frozenset({f"said {count} {_key(evaluated)}"})
