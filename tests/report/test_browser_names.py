@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 
@@ -18,6 +19,11 @@ LINK = '<a href="https://evil.example/">click</a>'
 NAMES = (LINK, "<b>bold</b> %{x} &amp;", "n" * 150 + "<i>" + "m" * 147)
 LONG = NAMES[2]
 SWITCHED_OFF = {"mask_off": [""] * 3, "scaling_off": ["switched off"] * 3}
+
+
+def problems_of(visit):
+    """Without plotly's note that it settled on a margin for long labels after a few tries."""
+    return [problem for problem in visit.problems if "auto-margin" not in problem]
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +54,27 @@ def page(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def visit(page):
-    with a_browser() as browser:
-        visit = Visit(browser, page)
-        yield visit
-        visit.context.close()
-        assert visit.problems == []
-        assert [url for url in visit.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+def browser():
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def visit(browser, page):
+    visit = Visit(browser, page)
+    yield visit
+    visit.context.close()
+    assert problems_of(visit) == []
+    assert [url for url in visit.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
 def test_no_chart_and_no_text_has_an_element_of_a_name(visit):
     for chart in visit.charts():
         visit.show(chart)
     found = visit.page.evaluate("""[...document.querySelectorAll('a, b, i, [href], [*|href]')]
-        .filter(e => e.tagName !== 'LINK' && !(e.getAttribute('href') || '').startsWith('#'))
-        .filter(e => !e.closest('.modebar')).map(e => e.outerHTML.slice(0, 200))""")
+        .filter(e => e.tagName !== 'LINK' && !e.closest('.modebar'))
+        .filter(e => !/^(#|data:image)/.test(e.getAttribute('href') || e.getAttribute('xlink:href') || ''))
+        .map(e => e.outerHTML.slice(0, 200))""")
     assert found == []
     assert visit.page.evaluate("[...document.querySelectorAll('tspan')].filter(t => t.style.fontWeight).length") == 0
 
@@ -71,7 +83,7 @@ def test_labels_of_charts_show_names_as_they_are(visit):
     visit.show("difference-0-0")
     texts = "[...document.querySelectorAll('#plot-difference-0-0 .ytick text')].map(t => t.textContent)"
     shown = visit.page.evaluate(texts)
-    assert set(shown[:2]) <= {LINK, NAMES[1]} or {LINK, NAMES[1]} <= set(shown)
+    assert {LINK, NAMES[1]} <= set(shown)
     assert all(len(text) < 60 for text in shown)
     assert LONG not in shown
     titles = visit.page.evaluate(
@@ -84,8 +96,9 @@ def test_labels_of_charts_show_names_as_they_are(visit):
 def test_the_hover_label_has_the_whole_name(visit, place):
     name = NAMES[place]
     short = json.loads(visit.page.locator("#data").text_content())["labels"][name]
-    # The axis holds the label as plotly gets it.
-    category = short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "%&#123;")
+    # The axis holds the label as plotly gets it, in lines.
+    lines = [short[i : i + 26] for i in range(0, len(short), 26)]
+    category = "<br>".join(html.escape(line, quote=False).replace("%{", "%&#123;") for line in lines)
     text = visit.hover("difference-0-0", 0.1 * place, category)
     assert name in text.replace("\n", "")
     box = visit.page.locator("#plot-difference-0-0 .hoverlayer .hovertext").first.bounding_box()
@@ -105,12 +118,18 @@ def test_a_curve_is_named_whole_where_it_is_pointed_at(visit):
     assert all(len(text) < 60 for _, text in items)
 
 
-def test_nothing_is_wider_than_the_window(visit):
-    for width in (1600, 390):
-        visit.page.set_viewport_size({"width": width, "height": 1000})
-        wide = visit.page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width
-    visit.page.set_viewport_size({"width": 1600, "height": 1000})
+@pytest.mark.parametrize("width", [1600, 390])
+def test_nothing_is_wider_than_the_window(browser, page, width):
+    visit = Visit(browser, page, viewport={"width": width, "height": 900})
+    for chart in visit.charts():
+        visit.show(chart)
+    wide = """limit => [...document.querySelectorAll('main *')]
+        .filter(e => !e.closest('.scroll, .plot') && e.getBoundingClientRect().right > limit + 1)
+        .map(e => `${e.tagName}.${e.className} ${e.textContent.slice(0, 60)}`)"""
+    assert visit.page.evaluate(wide, width) == []
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert problems_of(visit) == []
+    visit.context.close()
 
 
 def test_scales_that_do_not_act_are_not_drawn(visit):

@@ -5,12 +5,12 @@ function answerCharts(answer) {
     const among = part.heading ? ` (${part.heading})` : "";
     for (const [j, measure] of Object.keys(part.differences).entries()) {
       addChart("answer", `difference-${i}-${j}`, `${measure}: difference to ${answer.baseline}${among}`,
-        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure, part.differences[measure], (row) => brief(row.arm), (row) => row.arm));
+        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure, part.differences[measure], (row) => tick(row.arm), (row) => row.arm));
     }
     for (const [j, measure] of Object.keys(part.controls).entries()) {
       addChart("answer", `control-${i}-${j}`, `${measure}: difference to controls${among}`,
         "What an arm must beat beside the baseline. Paired by seed, with Student's 95 % interval of each difference.",
-        () => differences(part, measure, part.controls[measure], (row) => `${brief(row.arm)}\nbeside ${brief(row.beside)}`,
+        () => differences(part, measure, part.controls[measure], (row) => `${tick(row.arm)}\nbeside ${tick(row.beside)}`,
           (row) => `${row.arm}\nbeside ${row.beside}`));
     }
     addChart("answer", `rates-${i}`, `Learning rates${among}`, "Validation loss; the chosen rate of an arm is filled.",
@@ -40,7 +40,7 @@ function differences(part, measure, found, named, whole) {
     xaxis: { title: { text: `difference in ${measure}` }, zeroline: true, zerolinecolor: css("--ink"), zerolinewidth: 1 },
     yaxis: { type: "category", range: [rows.length - 0.5, -0.5] },
   };
-  return { traces, layout, spoken, height: 90 + (named(rows[0]).includes("\n") ? 44 : 26) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
+  return { traces, layout, spoken, height: 90 + (8 + 18 * Math.max(...rows.map((row) => linesIn(named(row))))) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
 }
 
 const missingRuns = (part) => `these runs are missing because they failed: ${part.missing.join("; ")}.`;

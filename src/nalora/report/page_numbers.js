@@ -47,9 +47,12 @@ function literal(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;").replace(/\n/g, "<br>");
 }
 // The whole of a long name in a hover label: in lines, so that it stays on the page.
-const inLines = (text, most = 60) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
+const inLines = (text, most = 40) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
 // A name where there is little room; no two runs or arms share one.
 const brief = (name) => report.labels[name] ?? name;
+// The same beside an axis, where a long line would leave no room for the chart.
+const tick = (name) => inLines(brief(name), 26);
+const linesIn = (text) => text.split("\n").length;
 
 const range = (n) => Array.from({ length: n }, (_, i) => i);
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;

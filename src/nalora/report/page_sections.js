@@ -71,7 +71,7 @@ function answered(task, measure) {
         const key = JSON.stringify(score);
         if (who === "base" && bases.has(key)) continue;
         if (who === "base") bases.add(key);
-        rows.push({ name: who === "base" ? "base" : brief(runs[i].name), whole: who === "base" ? "base" : runs[i].name, score, colour: who === "base" ? css("--faint") : colour(i), base: who === "base" });
+        rows.push({ name: who === "base" ? "base" : tick(runs[i].name), whole: who === "base" ? "base" : runs[i].name, score, colour: who === "base" ? css("--faint") : colour(i), base: who === "base" });
       }
     }
     rows.sort((a, b) => b.base - a.base);
@@ -87,7 +87,7 @@ function answered(task, measure) {
     });
     const spoken = rows.map((r) => `${r.whole} ${shown(r.score.value)}, interval ${(r.score.interval || []).map((v) => shown(v)).join(" to ")}`).join("; ");
     const layout = { xaxis: { title: { text: measure } }, yaxis: { type: "category", range: [rows.length - 0.5, -0.5] } };
-    return { traces, layout, spoken, height: 90 + (rows.length > 6 ? 22 : 34) * rows.length };
+    return { traces, layout, spoken, height: 90 + Math.max(rows.length > 6 ? 22 : 34, 8 + 18 * Math.max(...rows.map((row) => linesIn(row.name)))) * rows.length };
   };
 }
 
