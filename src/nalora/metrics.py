@@ -8,7 +8,6 @@ neutral (1, 1, 1 and 0) where nothing does; the values that are only followed ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +48,7 @@ def measure(
     for name in (*NAMES, *ACTS, *FOLLOWED.values()):
         values = [block[name] for block in by_block.values() if name in block]
         if values:
-            total = math.fsum(values)
+            total = sum(values)
             result[name] = total if name == "skipped_updates" else total / len(values)
     if per_block:
         for block, values_of in by_block.items():

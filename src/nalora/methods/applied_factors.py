@@ -70,7 +70,9 @@ def _of_an_older_run(
             if off in (0, len(blocks)):
                 applied[name] = 1.0 if off else values[name]
             else:
-                by_block = by_step.get(row["step"], {}).get(name) or [values[name]]
+                by_block = [each for each in by_step.get(row["step"], {}).get(name) or () if each is not None]
+                # Without the blocks' own values those that were scaled have the mean of all.
+                by_block = by_block or [1.0] * off + [values[name]] * (len(blocks) - off)
                 applied[name] = sum(by_block) / len(by_block)
         result.append(applied)
     return result
