@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+
+_SUGGESTION = "did you mean "
 
 
 class NALoRAError(RuntimeError):
@@ -23,8 +26,29 @@ class NALoRAError(RuntimeError):
 
     @property
     def in_short(self) -> str:
-        """The same as one of several problems, whose list ends with a fix of its own."""
-        return f"{self.where}: {self.found}, expected {self.expected} ({self.fix})"
+        """The same as one of several problems. A suggestion makes the list of all that is possible superfluous."""
+        expected = "" if self.fix.startswith(_SUGGESTION) else f", expected {self.expected}"
+        return f"{self.where}: {self.found}{expected} ({self.fix})"
+
+
+class SettingsError(NALoRAError):
+    """Settings that cannot be used: every problem at once, each with its own fix, and nothing else.
+
+    Args:
+        where: the file or the study.
+        problems: a sentence for each, which starts with the setting's name.
+    """
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
+        super().__init__(where, found=count + "; ".join(problems), expected="none", fix="correct them")
+        self.args = (f"{where}: {self.found}",)
+
+    @property
+    def in_short(self) -> str:
+        """The problems alone, for a list of problems."""
+        return f"{self.where}: {'; '.join(self.problems)}"
 
 
 @contextlib.contextmanager
@@ -39,4 +63,10 @@ def noted(problems: list[str]) -> Iterator[None]:
 def did_you_mean(given: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
     """The fix for a name that is not known: the nearest that are, or what else helps."""
     close = difflib.get_close_matches(given, list(known), most, cutoff)
-    return f"did you mean {' or '.join(close)}?" if close else otherwise
+    return f"{_SUGGESTION}{' or '.join(close)}?" if close else otherwise
+
+
+def shortened(found: object, most: int = 80) -> str:
+    """A text as it is, anything else as Python writes it; cut where a sentence could no longer be read."""
+    text = found if isinstance(found, str) else repr(found)
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -25,6 +25,8 @@ from nalora.target_modules import first_sentence, leave_out_routers, linear_name
 
 _ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# The deepest models have a few hundred layers.
+_COUNTS, _MOST_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_experts"), 4096
 _CHECK = "check the spelling and, for a hub id, the network"
 
 
@@ -121,6 +123,7 @@ def _build(model: str) -> nn.Module:
     config = _read_config(model)
     # A quantised checkpoint has the same FFNs as a dense one.
     vars(config).pop("quantization_config", None)
+    _refuse_endless(config, model)
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     autos = (transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
     failure: Exception | None = None
@@ -138,6 +141,14 @@ def _build(model: str) -> nn.Module:
         expected="the config of a model in transformers",
         fix="check the config, or update transformers",
     ) from failure
+
+
+def _refuse_endless(config: Any, model: str) -> None:
+    """A layer costs a millisecond without weights: a slip of the pen in their number would build for days."""
+    for name in _COUNTS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > _MOST_LAYERS:
+            raise _no_model(model, f"{name} of {count:,} in its config", f"correct {name} in the config")
 
 
 def _read_config(model: str) -> Any:
@@ -158,7 +169,9 @@ def _read_config(model: str) -> Any:
         return transformers.AutoConfig.from_pretrained(model if hub else str(path), trust_remote_code=False)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _no_model(model, f"no readable JSON ({error})") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except NALoRAError:
+        raise
+    except Exception as error:  # every config class has checks, and exceptions, of its own
         raise _no_model(model, first_sentence(error)) from error
 
 

@@ -23,11 +23,34 @@ def meet(device: str) -> None:
     """Let processes that were launched together (torchrun) talk from here on, each on its own GPU.
 
     Before a model is loaded and a method starts: the Trainer would do it too late for both, and takes what it finds.
+
+    Raises:
+        NALoRAError: `accelerate launch` was asked for several processes and started one.
     """
+    refuse_a_launch_of_one()
     if count() > 1 and not _talking():
         if device.startswith("cuda"):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+
+
+def refuse_a_launch_of_one() -> None:
+    """Refuse to train alone where `accelerate launch` was asked for several processes.
+
+    With --cpu, or on a machine with one GPU, it starts a single process whatever --num_processes says. All that is left
+    of the number is the address at which processes would have met (MASTER_ADDR), without anyone to meet (WORLD_SIZE).
+
+    Raises:
+        NALoRAError: it names the command that starts several.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
+    if launched and "WORLD_SIZE" not in os.environ:
+        raise NALoRAError(
+            "accelerate launch",
+            found="one process, though several were asked for: with --cpu, or with one GPU, it starts no more",
+            expected="all of them",
+            fix="torchrun --nproc_per_node N -m nalora.cli train RUN.yaml, or `nalora train RUN.yaml` for one process",
+        )
 
 
 def is_first_process() -> bool:

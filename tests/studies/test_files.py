@@ -60,7 +60,7 @@ def test_each_of_its_runs_can_start(file):
 @by_name
 def test_it_opens_with_commands_that_the_command_line_has(file):
     told = commands(file)
-    assert shlex.split(told[0])[:3] == ["nalora", "study", f"studies/{file.name}"]
+    assert shlex.split(told[0])[:3] == ["nalora", "study", file.stem]
     known = typer.main.get_command(app).commands
     for command in told:
         _, name, *arguments = shlex.split(command)

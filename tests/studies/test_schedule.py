@@ -270,7 +270,7 @@ learning_rates: [1.0e-3]
     [
         ("seeds: [0]\nseeds: [1]\n", "seeds: given twice, in lines 6 and 7"),
         ("over:\n  sums: {a: {rank: 8, rank: 4}}\n", "rank: given twice, in lines 7 and 7"),
-        ("seeds: [0, 0]\nname: a\nname: b\n", "2 problems: name: given twice.*seeds: 0 is given twice"),
+        ("seeds: [0, 0]\nname: a\nname: b\n", "name: given twice, in lines 7 and 8"),
         ("name: 2024-13-45\n", "expected YAML"),
         ("seeds: [0\n", "expected YAML"),
     ],

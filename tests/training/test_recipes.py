@@ -19,7 +19,8 @@ RECIPES = sorted((Path(nalora.__file__).parent / "recipes").glob("*.yaml"))
 def test_it_is_understood(file):
     run = read(file)
     assert run.settings.output == f"runs/{file.stem}"
-    command = f"# nalora train recipes/{file.name} && nalora evaluate runs/{file.stem}"
+    judge = " judge_model=NAME data_dir=FOLDER" if run.settings.task == "mt-bench" else ""
+    command = f"# nalora train {file.stem}{judge} && nalora evaluate runs/{file.stem}"
     assert file.read_text().splitlines()[0] == command
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
 from nalora import __version__
-from nalora.cli import diagnosing, inspecting, listing, reporting, runs, studying
-from nalora.errors import NALoRAError
+from nalora.cli import diagnosing, failures, inspecting, listing, reporting, runs, studying
 
 app = typer.Typer(
     name="nalora",
@@ -24,12 +25,26 @@ def main() -> None:
     """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(prog_name="nalora", standalone_mode=False)
-    except (NALoRAError, typer.TyperException) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        if message:  # empty after the help that stands in for missing arguments
-            print(f"nalora: {' '.join(message.split())}", file=sys.stderr)
-        code = 2
+    except typer.TyperException as error:
+        code = _refuse(error.format_message())
+    except BrokenPipeError:  # `nalora recipes | head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    except Exception as error:
+        message = failures.one_sentence(error)
+        if message is None:
+            raise
+        code = _refuse(message)
     sys.exit(code)
+
+
+def _refuse(message: str) -> int:
+    """Print what is wrong; an empty message is that of the help, which is printed in place of missing arguments."""
+    if message:
+        # Names out of files may hold what a terminal would obey.
+        line = "".join(char if char.isprintable() else "�" for char in " ".join(message.split()))
+        print(f"nalora: {line}", file=sys.stderr)
+    return 2
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,5 +65,6 @@ def _options(
 for command in (
     runs.demo, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report, studying.study,
     inspecting.inspect, listing.methods, listing.tasks, listing.models, inspecting.activations,
+    listing.recipes,
 ):  # fmt: skip
     app.command()(command)

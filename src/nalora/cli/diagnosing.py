@@ -35,12 +35,15 @@ def diagnose(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
     per_channel: Annotated[bool, typer.Option("--per-channel", help="Write every channel's values too.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that the run's settings name: for runs of people you trust.")
+    ] = False,
 ) -> None:
     """Compare a run's snapshots on the same tokens: how its gates moved, by interval and by layer."""
     hush_libraries()
     from nalora.diagnostics.dynamics import Request
 
-    request = Request(every, probe_size, task, data_dir, batch_size, device, per_channel)
+    request = Request(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
     screen = console()
     with bars(screen, transient=True) as report:
         found = _found(run, against, request, report)

@@ -1,8 +1,18 @@
-"""`nalora methods`, `nalora tasks` and `nalora models`: what there is to choose from."""
+"""`nalora methods`, `nalora tasks`, `nalora models` and `nalora recipes`: what there is to choose from."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nalora import packaged
 from nalora.cli.screen import console, table
+from nalora.errors import NALoRAError, did_you_mean, shortened
+
+_STUDY = "studies/"
 
 
 def methods() -> None:
@@ -52,3 +62,41 @@ def models() -> None:
     rows.add_row("FOLDER", "a model saved by transformers", "–")
     rows.add_row("FILE.gguf", "a GGUF file, dequantised", "pip install gguf")
     console().print(rows)
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this file, to be copied: `nalora recipes laptop > my.yaml`.")
+    ] = None,
+) -> None:
+    """List the recipes and studies that come with nalora, or print one of them.
+
+    `nalora train NAME` starts a recipe and `nalora study NAME` a study, from any folder.
+    """
+    if name is not None:
+        sys.stdout.write(_file(name).read_text(encoding="utf-8"))
+        return
+    screen = console()
+    for command, files in (("train", packaged.recipes()), ("study", packaged.studies())):
+        rows = table("command", "what it is", "cost")
+        for each, file in files.items():
+            rows.add_row(f"nalora {command} {each}", *packaged.opening(file))
+        screen.print(rows)
+    screen.print(
+        "To change one, copy it: `nalora recipes laptop > my.yaml`, `nalora recipes studies/laptop > my-study.yaml`.",
+        highlight=False,
+    )
+
+
+def _file(name: str) -> Path:
+    """A recipe of that name or, where there is none, a study; ``studies/NAME`` is a study."""
+    known = {f"{_STUDY}{each}": file for each, file in packaged.studies().items()}
+    known = {**packaged.studies(), **packaged.recipes(), **known}
+    if name not in known:
+        raise NALoRAError(
+            shortened(name),
+            found="no recipe or study of that name",
+            expected="one that comes with nalora",
+            fix=did_you_mean(name, known, "see `nalora recipes`"),
+        )
+    return known[name]

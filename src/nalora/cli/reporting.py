@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nalora import own_output
+from nalora import own_output, packaged
 from nalora.cli.screen import console, hush_libraries
 from nalora.errors import NALoRAError
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...|STUDY.yaml", help="Runs' folders, a folder of runs, or a study.")
+        list[Path],
+        typer.Argument(metavar="RUN...|STUDY.yaml|NAME", help="Runs' folders, a folder of runs, or a study."),
     ],
     output: Annotated[
         Path | None,
@@ -35,12 +36,15 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="In place of the page: tables.md and tables.tex.")
     ] = None,
     store: Annotated[Path, typer.Option(help="Of a study: the folder of its runs.")] = Path("runs/store"),
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that the study's settings name: for studies of people you trust.")
+    ] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Write one HTML file that shows what came of RUNs side by side, or of a study; it needs no network."""
     hush_libraries()
     screen = console()
-    if len(runs) == 1 and runs[0].suffix in (".yaml", ".yml"):
+    if len(runs) == 1 and _is_study(runs[0]):
         if figures or paper_figures or tables:
             raise NALoRAError(
                 str(runs[0]),
@@ -50,7 +54,7 @@ def report(
             )
         from nalora.studies.page import write_page_of
 
-        path = write_page_of(runs[0], store, output)
+        path = write_page_of(runs[0], store, output, trust=trust)
     else:
         from nalora.report.data import read_runs
         from nalora.report.html import write_report
@@ -67,6 +71,11 @@ def report(
     screen.print(f"the report: {path}", highlight=False, markup=False)
     if open_it:
         typer.launch(path.resolve().as_uri())
+
+
+def _is_study(path: Path) -> bool:
+    """A file, or the name of one that comes with nalora where no folder has that name."""
+    return path.suffix in (".yaml", ".yml") or (str(path) in packaged.studies() and not path.exists())
 
 
 def _write_parts(

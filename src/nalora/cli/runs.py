@@ -12,9 +12,19 @@ from nalora.progress import bars
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="The run's YAML file; recipes/laptop.yaml explains every setting.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.yaml|NAME",
+            help="The run's YAML file, or a recipe's name; `nalora recipes laptop` explains every setting.",
+        ),
+    ],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings in place of the file's.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings in place of the file's; KEY= alone removes one, as if the file did not have it.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
     take_over: Annotated[
@@ -27,6 +37,10 @@ def train(
     from nalora.training.settings import read
 
     described = read(run, settings or [])
+    if not resume:
+        from nalora.training.readiness import refuse_unready
+
+        refuse_unready(described)
     from nalora.processes import is_first_process
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run
@@ -49,7 +63,10 @@ def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model.")],
     task: Annotated[str | None, typer.Option(help="What to ask; a run's own task by default.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of the task.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A setting of the task; KEY= alone removes the run's own."),
+    ] = None,
     style: Annotated[
         Literal["plain", "chat"] | None, typer.Option(help="Prompts as the task writes them, or as chat turns.")
     ] = None,
@@ -57,7 +74,11 @@ def evaluate(
     batch_tokens: Annotated[int, typer.Option(min=1, help="Prompt and answer tokens written at a time.")] = 32_768,
     device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where outputs and scores go; the run's folder, or of a model runs/evaluations.")
+        Path | None,
+        typer.Option(
+            help="The folder for outputs and scores, below it one for each task; the run's folder by default, or of a"
+            " model runs/evaluations."
+        ),
     ] = None,
     no_base: Annotated[bool, typer.Option("--no-base", help="Do not ask the base model too.")] = False,
     unsafe_code: Annotated[
@@ -65,6 +86,9 @@ def evaluate(
     ] = False,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take over from a process on another host that no longer runs.")
+    ] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run code that the run's settings name: for runs of people you trust.")
     ] = False,
 ) -> None:
     """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
@@ -75,7 +99,9 @@ def evaluate(
     options = key_values(option or [])
     if unsafe_code:
         options["unsafe_code"] = True
-    request = Request(task, data_dir, options, style, limit, batch_tokens, with_base=not no_base, take_over=take_over)
+    request = Request(
+        task, data_dir, options, style, limit, batch_tokens, with_base=not no_base, take_over=take_over, trust=trust
+    )
     screen = console()
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)

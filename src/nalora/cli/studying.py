@@ -18,7 +18,9 @@ MISSING = 1
 
 
 def study(
-    file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared; see studies/.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="STUDY.yaml|NAME", help="What is compared; for names see `nalora recipes`.")
+    ],
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
     ] = "local",
@@ -75,6 +77,7 @@ def study(
     if known:
         _tell(screen, described, before, store)
         return
+    _refuse_unready(described, jobs)
     if engine != "ray":  # a cluster's nodes may have what this machine has not
         _refuse_missing_data(jobs)
     from rich.live import Live
@@ -108,6 +111,18 @@ def _refuse_missing_data(jobs: Iterable[Any]) -> None:
             expected="the data that the study's runs learn from",
             fix="put it there, as the head of the study says, or give another data_dir",
         )
+
+
+def _refuse_unready(described: Any, jobs: Iterable[Any]) -> None:
+    """What the last hour of a study would need, before its first: a judge that is named."""
+    if described.ask == "none":
+        return
+    from nalora.training.readiness import refuse_unready
+    from nalora.training.settings import check
+
+    by_task = {repr((job.settings["task"], job.settings.get("judge_model"))): job for job in jobs}
+    for job in by_task.values():
+        refuse_unready(check(job.settings))
 
 
 def _make_ready(store: Path) -> None:

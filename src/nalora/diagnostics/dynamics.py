@@ -29,6 +29,7 @@ from nalora.models import loading
 from nalora.progress import Report
 from nalora.training.folder import RunFolder, write_json
 from nalora.training.material import as_asked, kind_of
+from nalora.training.output import refuse_unusable
 from nalora.training.saved_run import read_run, refuse_unless_own
 from nalora.training.settings import Run
 
@@ -48,6 +49,7 @@ class Request:
             GPU by default, where smaller ones wait for Python.
         device: where; the run's by default.
         per_channel: also write every channel's values.
+        trust: whether code that the run's own settings name may run.
     """
 
     every: int = 1
@@ -57,6 +59,7 @@ class Request:
     batch_size: int | None = None
     device: str | None = None
     per_channel: bool = False
+    trust: bool = False
 
     def rows(self, device: torch.device) -> int:
         """Examples of one pass: two models go over each, so half of a batch."""
@@ -73,8 +76,9 @@ def diagnose(
     """
     request = request or Request()
     folder = RunFolder(target)
-    run = read_run(folder)
+    run = read_run(folder, trust=request.trust)
     refuse_unless_own(folder, folder.diagnosis.name, CHANNELS_FILE)
+    refuse_unusable(folder.path)
     states, notices = states_of(folder, run, request.every)
     began = time.perf_counter()
     probe, sites, residents = _ready(run, request)

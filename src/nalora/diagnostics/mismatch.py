@@ -25,6 +25,7 @@ from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.errors import NALoRAError
 from nalora.progress import Report
 from nalora.training.folder import write_json
+from nalora.training.output import refuse_unusable
 from nalora.training.saved_run import finished_run, refuse_unless_own
 from nalora.wrapping import base_of
 
@@ -52,8 +53,9 @@ def diagnose_against(
         NALoRAError: no such run or target, an unfinished one, or models of different architectures.
     """
     request = request or Request()
-    finished = finished_run(run)
+    finished = finished_run(run, trust=request.trust)
     refuse_unless_own(finished.folder, FILE_NAME, CHANNELS_FILE)
+    refuse_unusable(finished.folder.path)
     pair = open_pair(finished, target, request)
     batches = pair.probe.batches
     every_site, every_sum = compare(

@@ -39,7 +39,7 @@ def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
     settings = run.run.settings if request.device is None else replace(run.run.settings, device=request.device)
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.run.task_options)
     spec = settings.model_spec(kind_of(task, settings))
-    target_spec, trained = _where(target, spec)
+    target_spec, trained = _where(target, spec, request)
     loaded = loading.load(spec)
     probe, base = make_probe(
         run.run,
@@ -54,7 +54,7 @@ def open_pair(run: FinishedRun, target: str, request: Request) -> Pair:
     return Pair(shelf.trained(spec, run.trained), shelf.trained(target_spec, trained), probe)
 
 
-def _where(target: str, spec: ModelSpec) -> tuple[ModelSpec, Path]:
+def _where(target: str, spec: ModelSpec, request: Request) -> tuple[ModelSpec, Path]:
     """The base that a target would be an adapter of, and where the target itself is."""
     path = Path(target).expanduser()
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
@@ -67,7 +67,7 @@ def _where(target: str, spec: ModelSpec) -> tuple[ModelSpec, Path]:
         )
     if not (path / "run.yaml").is_file():
         return spec, path
-    other = finished_run(path)
+    other = finished_run(path, trust=request.trust)
     told = other.run.settings
     return replace(spec, name=told.model, revision=told.revision, quantise=told.quantise), other.trained
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.models.file_digest import digest_of_file
-from nalora.models.loading import Loaded, local_source
+from nalora.models.loading import NAMED, Loaded, ModelSpec, local_source
 from nalora.tasks import Example, Task
 from nalora.tasks.images import ImageTask
 
@@ -47,7 +47,7 @@ def identity(
     chat = {"chat": [[each.question, each.further_questions] for each in examples]} if style == "chat" else {}
     return _digest({
         **chat,
-        "model": spec.name, "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
+        "model": _name(spec), "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
         "quantise": spec.quantise, "weights": [each and digest_of_model(each) for each in (source, trained)],
         "task": [task.name, options], "style": style, "examples": digest_of_examples(task, examples),
     })[:10]  # fmt: skip
@@ -84,6 +84,11 @@ def what_was_evaluated(
         "data": Path(data_dir).name if data_dir else None,
         **({} if own is None else {"own": own}),
     }
+
+
+def _name(spec: ModelSpec) -> str:
+    """Of a folder or a file its own name alone: from which folder it is seen does not make it another model."""
+    return spec.name if spec.name in NAMED or local_source(spec) is None else Path(spec.name).name
 
 
 def digest_of_model(path: Path) -> str:

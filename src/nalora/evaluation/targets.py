@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nalora import tasks
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, SettingsError, did_you_mean, shortened
 from nalora.evaluation.evaluate import evaluate
 from nalora.evaluation.identity import identity
 from nalora.models import loading
@@ -16,10 +16,12 @@ from nalora.models.loading import Loaded, ModelSpec
 from nalora.progress import Report
 from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
+from nalora.training.conversion import converted
 from nalora.training.folder import HELD_OUT, RunFolder
 from nalora.training.material import as_asked, kind_of
+from nalora.training.output import as_a_name, refuse_unusable
 from nalora.training.saved_run import FinishedRun, finished_run, refuse_unless_own
-from nalora.training.settings import RunSettings
+from nalora.training.settings import RunSettings, without_removed
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Request:
         split: ``validation`` asks what the run held out of its training set, in place of the test set.
         writing: whether answers are written; else only the loss of the right ones is read.
         take_over: whether the folder is taken over from a process on another host that no longer runs.
+        trust: whether code that a run's own settings name may run.
+        own: the user's own settings of a run, as a study has them; code that they name may run without trust.
     """
 
     task: str | None = None
@@ -49,6 +53,8 @@ class Request:
     split: Literal["test", "validation"] = "test"
     writing: bool = True
     take_over: bool = False
+    trust: bool = False
+    own: Mapping[str, Any] | None = None
 
 
 def evaluate_target(
@@ -68,11 +74,18 @@ def evaluate_target(
     report = report or (lambda what, done, total: None)
     folder = RunFolder(target)
     if folder.settings.is_file():
-        return dict(_evaluate_run(finished_run(folder.path), request, output, device, report))
+        finished = finished_run(folder.path, trust=request.trust, own=request.own)
+        refuse_unusable(output or folder.path)
+        return dict(_evaluate_run(finished, request, output, device, report))
     if request.task is None:
         raise _nothing_to_ask(folder)
-    options = request.options or {}
-    place = output or Path("runs") / "evaluations" / target.strip("/").replace("/", "--") / request.task
+    options = without_removed(request.options or {})
+    _refuse_unknown_options(request.task, options)
+    if output is None:
+        place = Path("runs") / "evaluations" / as_a_name(target.strip("/")) / request.task
+    else:
+        place = output / request.task / "model"
+    refuse_unusable(place)
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
     loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
@@ -104,7 +117,8 @@ def _evaluate_run(
     settings = run.settings if device is None else replace(run.settings, device=device)
     own = request.task in (None, settings.task)
     name = request.task or settings.task
-    options = {**(run.task_options if own else {}), **(request.options or {})}
+    options = without_removed({**(run.task_options if own else {}), **(request.options or {})})
+    _refuse_unknown_options(name, options)
     place = (output or finished.folder.evaluations) / name
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
@@ -124,6 +138,20 @@ def _evaluate_run(
         yield "base", _evaluate(base, asked, place / "base", request, report)
     adapted = _adapted(base, spec, trained, task)
     yield "adapted", _evaluate(adapted, asked, place / "adapted", request, report, trained)
+
+
+def _refuse_unknown_options(name: str, options: Mapping[str, Any]) -> None:
+    """What the command line says of a task, before anything is loaded."""
+    problems: list[str] = []
+    known = tasks.option_types(name)
+    for option, value in options.items():
+        if option in known:
+            converted(option, value, known[option], problems)
+        else:
+            near = did_you_mean(option, known, f"it has {', '.join(known) or 'none'}")
+            problems.append(f"{shortened(option)}: no such option of {name} ({near})")
+    if problems:
+        raise SettingsError("--option", problems)
 
 
 def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:

@@ -31,11 +31,12 @@ def refuse_unknown(name: str) -> None:
     # transformers takes seconds to import: not for the two that nearly every run names.
     if name in ("adamw_torch", MUON) or name in names():
         return
+    meant = "adamw_torch" if name.startswith("adam") and len(name) < len("adamw_") else name
     raise NALoRAError(
         f"optimizer {name!r}",
         found="no optimizer of that name",
         expected=f"one of transformers' (adamw_torch, sgd, adafactor, …) or {MUON}",
-        fix=did_you_mean({"adam": "adamw_torch", "adamw": "adamw_torch"}.get(name, name), names(), "use adamw_torch"),
+        fix=did_you_mean(meant, names(), "use adamw_torch"),
     )
 
 

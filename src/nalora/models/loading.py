@@ -169,7 +169,8 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
                 expected="a model saved by transformers (an adapter's folder names its base model, not itself)",
                 fix="give the folder that `save_pretrained` wrote, or a hub id",
             )
-        return str(path), extra
+        # Whole, since the adapter names it as its base model and is loaded from any folder.
+        return str(path.absolute()), extra
     if spec.revision:
         extra["revision"] = spec.revision
     return spec.name, extra

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nalora import yaml_files
 from nalora.errors import NALoRAError
 from nalora.report.cleaning import clean_diagnosis, clean_mismatch
 from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
@@ -206,18 +207,16 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_settings(folder: RunFolder, notices: list[str]) -> dict[str, Any]:
-    import yaml
-
     if not folder.settings.is_file():
         notices.append("run.yaml is not there, so the settings are not known.")
         return {}
     try:
-        settings = yaml.safe_load(folder.settings.read_text(encoding="utf-8", errors="replace"))
-    except yaml.YAMLError:
-        settings = None
-    if not isinstance(settings, dict):
-        notices.append("run.yaml is damaged, so the settings are not known.")
+        settings = yaml_files.read(folder.settings, "a run's settings", "train it again")
+    except NALoRAError as error:
+        notices.append(f"run.yaml is damaged, so the settings are not known ({error.found}).")
         return {}
+    if not settings:
+        notices.append("run.yaml is damaged, so the settings are not known (it is empty).")
     return {str(key): value for key, value in settings.items()}
 
 

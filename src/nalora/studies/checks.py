@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 RATES = "learning_rates"
 MARGIN = "drop_rates_worse_than"
 # Settings that a study gives to each run itself.
 _ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
-# Of <<, whose settings are there to be overwritten.
-_MERGE = "tag:yaml.org,2002:merge"
 
 
 def problems_of_shape(given: Mapping[Any, Any], parts: Collection[str]) -> list[str]:
@@ -167,35 +165,3 @@ def _told(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a list" if isinstance(value, list) else "`name: value` lines"
     return repr(value)
-
-
-def repeated_keys(text: str) -> list[str]:
-    """A sentence for every name that a YAML text gives twice in one place, of which YAML would keep the last.
-
-    Raises:
-        yaml.YAMLError: the text is no YAML.
-    """
-    import yaml
-
-    problems = []
-    for node in _mappings(yaml.compose(text, Loader=yaml.SafeLoader), set()):
-        lines: dict[tuple[str, str], int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE):
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                problems.append(f"{key.value}: given twice, in lines {lines[name]} and {line}")
-            lines[name] = line
-    return problems
-
-
-def _mappings(node: Any, seen: set[int]) -> Iterator[Any]:
-    """Every mapping below a node of YAML, each once however many aliases it has."""
-    if node is None or id(node) in seen or isinstance(node.value, str):
-        return
-    seen.add(id(node))
-    below = node.value
-    if node.id == "mapping":
-        yield node
-        below = [each for pair in node.value for each in pair]
-    for each in below:
-        yield from _mappings(each, seen)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nalora import yaml_files
 from nalora.errors import NALoRAError
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
 from nalora.training import contents, marker
@@ -86,9 +87,13 @@ def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | N
     if ANSWERS in missing:
         missing.add(TEST)  # how many questions there are is told beside the answers, by the losses in the same folder
     requests = {
-        VALIDATION: Request(with_base=False, split="validation", writing=False, take_over=True),
-        TEST: Request(with_base=False, writing=False, take_over=True),
-        ANSWERS: Request(with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens, take_over=True),
+        VALIDATION: Request(
+            with_base=False, split="validation", writing=False, take_over=True, own=job.settings
+        ),
+        TEST: Request(with_base=False, writing=False, take_over=True, own=job.settings),
+        ANSWERS: Request(
+            with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens, take_over=True, own=job.settings
+        ),
     }
     for part, request in requests.items():
         if part in missing:
@@ -109,9 +114,8 @@ class _Again:
 
     def take_its_place(self) -> None:
         """Put the new run where the old one is, which goes."""
-        from nalora.training.saved_run import read_run
-
-        self.new.write_settings(read_run(self.new).to_dict() | {"output": str(self.place.path)})
+        settings = yaml_files.read(self.new.settings, "a run's settings", "start the study again")
+        self.new.write_settings(settings | {"output": str(self.place.path)})
         self.place.path.rename(self.old)
         self.take_its_place_if_cut_short()
 

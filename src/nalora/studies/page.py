@@ -20,13 +20,19 @@ from nalora.studies.store import VALIDATION
 from nalora.studies.study import Study, question, read
 
 
-def write_page_of(file: Path, store: Path, output: Path | None = None) -> Path:
+def write_page_of(file: Path, store: Path, output: Path | None = None, *, trust: bool = False) -> Path:
     """Write the report of a study's file from the runs in a store, into the store by default; its path.
 
+    Args:
+        file: the study's.
+        store: the folder of its runs.
+        output: the HTML file.
+        trust: whether Python files that the study names as methods may run.
+
     Raises:
-        NALoRAError: no study, or no run of it has ended.
+        NALoRAError: no study, no run of it has ended, or it would run code without trust.
     """
-    study = read(file)
+    study = read(file, trust=trust)
     return write_page(study, so_far(study, store), store, output or store / f"{study.name}.html", question(file))
 
 

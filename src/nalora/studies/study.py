@@ -32,14 +32,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError, noted
-from nalora.studies.checks import MARGIN, RATES, problems_of_shape, repeated_keys
+from nalora import packaged, yaml_files
+from nalora.errors import NALoRAError, SettingsError, noted
+from nalora.studies.checks import MARGIN, RATES, problems_of_shape
 from nalora.training.settings import Run, check
+from nalora.training.trust import refuse_untrusted_study
 
 
 @dataclass(frozen=True)
@@ -106,53 +108,47 @@ class Study:
         return meaning
 
 
-def read(file: str | Path) -> Study:
+def read(file: str | Path, *, trust: bool = True) -> Study:
     """The study that a YAML file describes.
 
-    Raises:
-        NALoRAError: no such file, or a study that cannot run, with every problem that was found.
-    """
-    import yaml
+    Args:
+        file: its path, or the name of one that comes with nalora.
+        trust: whether Python files that it names as methods may run, as they do where it is conducted.
 
-    path = Path(file)
-    if not path.is_file():
-        raise NALoRAError(str(path), found="no such file", expected="a study's YAML file", fix="see studies/")
-    try:
-        text = path.read_text(encoding="utf-8")
-        given, repeated = yaml.safe_load(text), repeated_keys(text)
-    except UnicodeDecodeError as error:
-        found = f"a file that is not UTF-8, from byte {error.start} on"
-        raise NALoRAError(str(path), found=found, expected="YAML in UTF-8", fix="save it as UTF-8") from error
-    except (yaml.YAMLError, ValueError) as error:  # the latter of a date that no calendar has
-        raise NALoRAError(str(path), found=" ".join(str(error).split()), expected="YAML", fix="mend it") from error
-    if not isinstance(given, dict):
-        raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see studies/")
+    Raises:
+        NALoRAError: no such file, a study that cannot run, with every problem that was found, or one that would run
+            code without trust.
+    """
+    path = packaged.study(file)
+    given = yaml_files.read(path, "a study's YAML file", "see `nalora recipes` for those that come with nalora")
     if "arms" not in given and "model" in given:
         raise NALoRAError(str(path), found="a run", expected="a study's YAML file", fix=f"nalora train {path}")
-    return understand({"name": path.stem, **given}, where=str(path), beside=repeated)
+    if not trust:
+        refuse_untrusted_study(given, path)
+    return understand({"name": path.stem, **given}, where=str(path))
 
 
 def question(file: str | Path) -> str:
     """What a study's file says that it asks, in the comment before its first line."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    lines = packaged.study(file).read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    said = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith("# nalora "))
+    left_out = ("# nalora ", packaged.IN_SHORT)
+    said = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith(left_out))
     return said.partition("Runs: ")[0].strip()
 
 
-def understand(given: Mapping[Any, Any], where: str = "study", beside: Sequence[str] = ()) -> Study:
+def understand(given: Mapping[Any, Any], where: str = "study") -> Study:
     """Check a study as a whole: each of its runs must be one that can start.
 
     Args:
         given: what its file says.
         where: the file, for the error.
-        beside: problems that were found already.
 
     Raises:
         NALoRAError: every problem of the study's shape at once; where there is none, every one of its runs.
     """
     known = {each.name for each in dataclasses.fields(Study)} | {"seeds"}
-    problems = [*beside, *problems_of_shape(given, known)]
+    problems = problems_of_shape(given, known)
     if not problems:
         seeds = tuple(given.get("seeds", (0,)))
         study = Study(
@@ -171,12 +167,7 @@ def understand(given: Mapping[Any, Any], where: str = "study", beside: Sequence[
         )
         problems = _problems_of_runs(study)
     if problems:
-        raise NALoRAError(
-            where,
-            found=f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: " + "; ".join(problems),
-            expected="a study whose every run can start",
-            fix="correct them; nothing was started",
-        )
+        raise SettingsError(where, problems)
     return study
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.tasks.task import Example, Scores, Task
 
-__all__ = ["Example", "Scores", "Task", "described", "get", "names", "options"]
+__all__ = ["Example", "Scores", "Task", "described", "get", "names", "option_types", "options"]
 
 # The module that knows a task; loaded when the task is asked for, since many bring packages of their own.
 _MODULES = {
@@ -82,11 +83,22 @@ def options(name: str) -> list[str]:
     Raises:
         NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
     """
+    return list(option_types(name))
+
+
+def option_types(name: str) -> dict[str, Any]:
+    """The same with the type of each.
+
+    Raises:
+        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
+    """
     module = import_module(module_of(name))
     if name.startswith(_GYM):
         module.refuse_unknown_family(name)
-    taken = inspect.signature(getattr(module, "TASK", module.make)).parameters
-    return [option for option in taken if option not in ("name", "data_dir")]
+    made_by = getattr(module, "TASK", module.make)
+    hints = typing.get_type_hints(made_by.__init__ if inspect.isclass(made_by) else made_by)
+    taken = inspect.signature(made_by).parameters
+    return {option: hints.get(option, Any) for option in taken if option not in ("name", "data_dir")}
 
 
 def described() -> list[tuple[str, str, str]]:

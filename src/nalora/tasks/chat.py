@@ -84,6 +84,23 @@ class MTBench(Task):
         first, second = (self.judge.ask(*self._rating_prompt(example, outputs, turn), read=rating) for turn in range(2))
         return {"rating_turn_1": first, "rating_turn_2": second, "rating": (first + second) / 2}
 
+    def refuse_unready(self) -> None:
+        """See that a judge is named, and that its prompts and the references are there.
+
+        Raises:
+            NALoRAError: one of them is not.
+        """
+        later = "or judge_model=null to train now and name the judge when evaluating (--option judge_model=NAME)"
+        if not self.judge.model:
+            raise NALoRAError(
+                "judge_model",
+                found="no judge for MT-Bench, whose answers a language model rates",
+                expected="the name of a model on the server at OPENAI_BASE_URL (OpenAI by default)",
+                fix=f"add judge_model=NAME and data_dir=FOLDER with FastChat's judge prompts, {later}",
+            )
+        for files in (_JUDGE_PROMPTS, _REFERENCES):
+            self._file_of_fastchat(files)
+
     def prepare_scoring(self) -> None:
         """See that the prompts, the references and the judge are there.
 

@@ -116,6 +116,13 @@ class Task:
             NALoRAError: a sandbox, a key or a server that scoring needs is not there.
         """
 
+    def refuse_unready(self) -> None:
+        """Refuse before training what can be seen then to be missing for scoring, without a network.
+
+        Raises:
+            NALoRAError: a judge that is not named, a file that is not there.
+        """
+
     def refuse_what_was_learnt(self, trained: Task) -> None:
         """Refuse to evaluate a run on its own task with files or options that hold what it was trained on.
 

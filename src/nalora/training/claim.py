@@ -14,6 +14,7 @@ from nalora.processes import is_first_process
 from nalora.training import checkpoints, contents, marker
 from nalora.training.folder import RunFolder, read_jsonl
 from nalora.training.lock import FolderLock
+from nalora.training.output import refuse_unusable
 from nalora.training.settings import Run
 
 
@@ -58,6 +59,7 @@ def _open_together(
     claim, refused = Claim(None, None, []), None
     if is_first_process():
         try:
+            refuse_unusable(folder.path, "give another output=, or the right to write there")
             claim = _open(folder, run, resume, take_over, held)
         except NALoRAError as error:
             refused = error

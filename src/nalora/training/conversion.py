@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+from nalora.errors import shortened
+
+# Beyond these, what is built from a setting fails deep inside a library: torch counts in 64 bits, seeds in 32.
+_MOST = 2**31 - 1
 
 
 def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
@@ -24,14 +32,11 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             return value
         if choice is bool and isinstance(value, bool):
             return value
-        if choice is int and isinstance(value, int) and not isinstance(value, bool):
+        if choice is int and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:
             return value
-        if choice is float and not isinstance(value, bool):
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                continue
-        if choice is str and isinstance(value, str):
+        if choice is float and (number := _number(value)) is not None:
+            return number
+        if choice in (str, Path) and isinstance(value, str):
             return value
         if list in (choice, typing.get_origin(choice)) and isinstance(value, list):
             inside: list[str] = []
@@ -39,20 +44,34 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             items = [converted(key, item, kind, inside) for item in value]
             if not inside:
                 return items
-        if dict in (choice, typing.get_origin(choice)) and isinstance(value, dict):
+        if (choice is dict or typing.get_origin(choice) in (dict, Mapping)) and isinstance(value, dict):
             return value
         if choice is Any:
             return value
     expected = " or ".join(_in_words(choice) for choice in choices)
-    problems.append(f"{key}: {value!r}, expected {expected}")
+    if int in choices and isinstance(value, int) and not isinstance(value, bool):
+        expected += f" of at most {_MOST}"
+    problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
     return value
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also out of a text; else None."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _in_words(choice: Any) -> str:
     if typing.get_origin(choice) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(choice)))
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "nothing"}
-    if dict in (choice, typing.get_origin(choice)):
+    words = {
+        bool: "true or false", int: "a whole number", float: "a number", str: "a text",
+        Path: "a path", type(None): "nothing",
+    }  # fmt: skip
+    if typing.get_origin(choice) in (dict, Mapping) or choice is dict:
         return "`key: value` pairs"
     kind = {int: "whole numbers", float: "numbers"}.get(next(iter(typing.get_args(choice)), str), "names")
     return words.get(choice, f"a list of {kind}")

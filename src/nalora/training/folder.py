@@ -29,12 +29,14 @@ from typing import Any
 
 import torch
 
-from nalora import whole_files
+from nalora import whole_files, yaml_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
 from nalora.training import checkpoints, contents, marker
+from nalora.training.places import WORKING_DIRECTORY, working_directory
 from nalora.training.provenance import commit
 from nalora.training.settings import check
+from nalora.training.trust import consequences
 
 _PACKAGES = ("nalora", "torch", "transformers", "peft", "accelerate", "triton", "bitsandbytes", "liger-kernel")
 # How the folder of a task's evaluations ends where a run was asked what it held out of its training set.
@@ -119,7 +121,7 @@ class RunFolder:
         self.refuse(settings, resume=resume)
         self.mark()
         if not resume:
-            write_json(self.path / "environment.json", environment())
+            write_json(self.path / "environment.json", environment() | {WORKING_DIRECTORY: working_directory(self.path)})
             self.write_settings(settings)
             return None
         if not self.result.is_file():
@@ -140,9 +142,10 @@ class RunFolder:
 
     def _changed(self, settings: dict[str, Any]) -> list[str]:
         """The settings that make another run than the one begun here; one that did not exist then had its default."""
-        import yaml
-
-        begun = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+        begun = yaml_files.read(self.settings, "a run's settings", "give another output=")
+        # Another's folder may name other code: not even to compare it is that run.
+        if code := [name for name in consequences(begun, self.path) if begun[name] != settings.get(name)]:
+            return code
         before, now = (check(each, str(self.settings)).to_dict() for each in (begun, settings))
         names = {*before, *now}.difference(_INDIFFERENT_ON_THE_WAY)
         return sorted(name for name in names if before.get(name) != now.get(name))

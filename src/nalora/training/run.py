@@ -18,7 +18,7 @@ from nalora.models import loading
 from nalora.models.loading import Loaded
 from nalora.processes import is_first_process
 from nalora.progress import bars
-from nalora.training import liger
+from nalora.training import liger, loggers
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import Diverged, DivergenceWatch, advice
@@ -53,6 +53,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     """
     settings = run.settings
     device = loading.usable_device(settings.device)
+    loggers.refuse_missing(settings.report_to)
     processes.meet(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")

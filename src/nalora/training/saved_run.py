@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from nalora import yaml_files
 from nalora.errors import NALoRAError
 from nalora.training import contents
 from nalora.training.folder import RunFolder
+from nalora.training.places import from_where_it_was_trained
 from nalora.training.settings import Run, check
+from nalora.training.trust import refuse_untrusted
 
 
-def read_run(folder: RunFolder) -> Run:
-    """The settings of the run in a folder.
+def read_run(folder: RunFolder, *, trust: bool = False, own: Mapping[str, Any] | None = None) -> Run:
+    """The settings of the run in a folder, with paths that lead from here to what they named there.
+
+    Args:
+        folder: of the run.
+        trust: whether code that its settings name may run, see `nalora.training.trust`.
+        own: the user's own settings of this run, whose code may run anyway.
 
     Raises:
-        NALoRAError: no run there, or one whose settings cannot be read.
+        NALoRAError: no run there, one whose settings cannot be read, or one that would run code without trust.
     """
     if not folder.settings.is_file():
         raise NALoRAError(
             str(folder.path), found="no run", expected="a folder that `nalora train` wrote", fix="check the path"
         )
-    try:
-        given = yaml.safe_load(folder.settings.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise NALoRAError(
-            str(folder.settings), found="no YAML", expected="a run's settings", fix="train it again"
-        ) from error
-    return check(given if isinstance(given, dict) else {}, str(folder.settings))
+    given = yaml_files.read(folder.settings, "a run's settings", "train it again")
+    if not trust:
+        refuse_untrusted(given, folder.path, own)
+    return check(from_where_it_was_trained(given, folder.path), str(folder.settings))
 
 
 def refuse_unless_own(folder: RunFolder, *names: str) -> None:
@@ -58,14 +63,20 @@ class FinishedRun:
     trained: Path
 
 
-def finished_run(path: str | Path) -> FinishedRun:
+def finished_run(path: str | Path, *, trust: bool = False, own: Mapping[str, Any] | None = None) -> FinishedRun:
     """The run of a folder.
 
+    Args:
+        path: the folder.
+        trust: whether code that its settings name may run.
+        own: the user's own settings of this run, whose code may run anyway.
+
     Raises:
-        NALoRAError: no run is there, or one that has not come to its end, or one that diverged.
+        NALoRAError: no run is there, one that is not finished or diverged, or one that would run code without
+            trust.
     """
     folder = RunFolder(path)
-    run = read_run(folder)
+    run = read_run(folder, trust=trust, own=own)
     refuse_diverged(folder)
     if not folder.result.is_file() or not folder.trained.is_dir():
         raise NALoRAError(

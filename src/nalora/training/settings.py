@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora import methods, tasks
-from nalora.errors import NALoRAError, did_you_mean, noted
-from nalora.methods import optimizers
+from nalora import methods, packaged, tasks, yaml_files
+from nalora.errors import NALoRAError, SettingsError, did_you_mean, noted, shortened
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
 from nalora.training.conversion import converted
+from nalora.training.limits import problems_of_values
 
 
 @dataclass(frozen=True)
@@ -140,132 +140,96 @@ class Run:
         return dataclasses.asdict(self.settings) | self.method.settings() | self.task_options
 
 
-# Limits that a type does not say: (setting, holds, what is expected).
-_LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
-    *(
-        (name, lambda v: v >= 1, "1 or more")
-        for name in ("rank", "batch_size", "max_length", "log_every", "probe_size")
-    ),
-    *((name, lambda v: v is None or v >= 1, "1 or more") for name in ("steps", "micro_batch_size", "train_limit")),
-    *(
-        (name, lambda v: v >= 0, "0 or more")
-        for name in (
-            "weight_decay",
-            "max_norm",
-            "save_every",
-            "save_minutes",
-            "snapshot_every",
-            "diagnose_every",
-            "seed",
-            "validation_size",
-        )
-    ),
-    ("dropout", lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    ("warmup", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
-)
-
-
 def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """The run that a YAML file and ``key=value`` arguments describe.
+    """The run that a YAML file, or a recipe of that name, and ``key=value`` arguments describe.
 
     Raises:
         NALoRAError: no such file, no YAML, or settings that are not right: all of them in one message.
     """
-    import yaml
-
-    path = Path(file)
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise NALoRAError(str(path), found=found, expected="a run's YAML file", fix="see recipes/")
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise NALoRAError(str(path), found=line, expected="YAML", fix="one `key: value` a line") from error
-    if not isinstance(given, dict):
-        raise NALoRAError(str(path), found=type(given).__name__, expected="`key: value` lines", fix="see recipes/")
+    path = packaged.recipe(file)
+    given = yaml_files.read(path, "a run's YAML file", _how_to_get_one(str(file)))
     if "arms" in given:
         raise NALoRAError(str(path), found="a study", expected="a run's YAML file", fix=f"nalora study {path}")
-    given |= key_values(overrides)
+    given = without_removed({**given, **key_values(overrides)})
     if given.get("output") is None:
         given["output"] = str(Path("runs") / path.stem)
     return check(given, where=str(path))
 
 
+class Removed:
+    """Stands for the value of a setting that is to be as if the file did not have it."""
+
+
 def key_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` arguments of the command line, their values read as YAML.
+    """``key=value`` arguments of the command line, their values read as YAML; `Removed` for ``key=``.
 
     Raises:
-        NALoRAError: an argument without =.
+        NALoRAError: an argument without =, or a value that is no YAML.
     """
-    import yaml
-
     found: dict[str, Any] = {}
     for argument in arguments:
         key, separator, value = argument.partition("=")
-        if not separator:
-            raise NALoRAError(argument, found="no =", expected="key=value", fix=f"write {argument}=VALUE")
-        found[key] = yaml.safe_load(value) if value else None
+        if not separator or not key:
+            what = "no name before =" if separator else "no ="
+            fix = f"write {shortened(argument or 'key')}=VALUE" if not separator else "write the setting's name first"
+            raise NALoRAError(shortened(argument), found=what, expected="key=value", fix=fix)
+        found[key] = yaml_files.value(value, shortened(argument)) if value else Removed
     return found
 
 
-def check(given: dict[str, Any], where: str = "run") -> Run:
+def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings but those that the command line removes with ``key=``."""
+    return {key: value for key, value in given.items() if value is not Removed}
+
+
+def _how_to_get_one(name: str) -> str:
+    recipes = packaged.recipes()
+    return did_you_mean(name, recipes, "check the path, or give a recipe's name: see `nalora recipes`")
+
+
+def check(given: Mapping[Any, Any], where: str = "run") -> Run:
     """Understand settings.
 
     Raises:
         NALoRAError: every problem at once.
     """
-    problems: list[str] = []
+    problems = [f"{shortened(repr(key))}: expected the name of a setting" for key in given if not isinstance(key, str)]
+    given = {key: value for key, value in given.items() if isinstance(key, str)}
     own = _types()
     method: type[Method] | None = None
-    task_keys: list[str] = []
+    of_task: dict[str, Any] = {}
     options: dict[str, Any] = {}
     with noted(problems):
         method = methods.get(str(given.get("method", "lora")))
     with noted(problems):
-        task_keys = tasks.options(str(given["task"])) if "task" in given else []
+        of_task = tasks.option_types(str(given["task"])) if "task" in given else {}
     with noted(problems):
         options = method.options(given) if method else {}
-    # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is told.
+    # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is named.
     all_known = not problems and "task" in given
-    known = [*own, *options, *task_keys]
+    known = [*own, *options, *of_task]
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in own or key in options:
             hint = own[key] if key in own else options[key]
             values[key] = converted(key, value, hint, problems)
-        elif key in task_keys:
-            values[key] = value
+        elif key in of_task:
+            converted(key, value, of_task[key], problems)
+            values[key] = value  # as it was written: the keys of stored runs are made from it
         elif all_known and method and (owners := _methods_with(key)):
             problems.append(f"{key}: a setting of {', '.join(owners)}; the method of this run is {method.name}")
         elif (near := did_you_mean(key, known, "", cutoff=0.6 if all_known else 0.9)) or all_known:
-            problems.append(f"{key}: no such setting" + (f" ({near})" if near else ""))
-    problems += [f"{name}: missing" for name in ("model", "task") if name not in given]
-    for name, holds, expected in _LIMITS:
-        if isinstance(values.get(name), int | float) and not holds(values[name]):
-            problems.append(f"{name}: {values[name]!r}, expected {expected}")
-    if isinstance(optimizer := values.get("optimizer"), str):
-        with noted(problems):
-            optimizers.refuse_unknown(optimizer)
-    batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
-    if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
-        problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")
-    if values.get("fused_adapters") is True and values.get("kernels") == "fused":
-        problems.append("fused_adapters: true beside kernels: fused, which fuses them too; leave one out")
+            problems.append(f"{shortened(key)}: no such setting" + (f" ({near})" if near else ""))
+    problems += [f"{name}: missing (see `nalora {name}s`)" for name in ("model", "task") if name not in given]
+    problems += problems_of_values(values)
     prepared = None
     if method and not problems:
         with noted(problems):
             prepared = method.build(**{key: value for key, value in values.items() if key in options})
     if problems or prepared is None:
-        raise NALoRAError(
-            where,
-            found=f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: " + "; ".join(problems),
-            expected="settings that a run has",
-            fix="correct them; recipes/laptop.yaml explains every setting",
-        )
+        raise SettingsError(where, problems)
     settings = RunSettings(**{key: value for key, value in values.items() if key in own})
-    return Run(settings, prepared, {key: value for key, value in values.items() if key in task_keys})
+    return Run(settings, prepared, {key: value for key, value in values.items() if key in of_task})
 
 
 @functools.cache
