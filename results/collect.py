@@ -59,6 +59,7 @@ def _keep(run: Path) -> None:
         shutil.copyfile(file, place)
     # Where it was made is nobody's business, and no run should be repeated there.
     _say_instead(HERE / run.name / "run.yaml", r"^output:.*$", f"output: runs/{run.name}")
+    _say_instead(HERE / run.name / "environment.json", r",?\s*\"working_directory\": \"[^\"]*\"", "")
     _say_instead(HERE / run.name / "environment.json", r"--store[ =][^ \"]+", "--store results/store")
 
 

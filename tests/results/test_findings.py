@@ -152,7 +152,9 @@ def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered
         evaluation.mkdir(parents=True, exist_ok=True)
         evaluation.joinpath("losses.json").write_text(json.dumps({"target_loss": {"value": loss}}))
         (run / "run.yaml").write_text(f"method: lora\noutput: {run}\n")
-        (run / "environment.json").write_text('{"command": "study x.yaml --store /there/store --per-gpu 4"}')
+        (run / "environment.json").write_text(
+            '{"command": "study x.yaml --store /there/store --per-gpu 4",\n  "working_directory": "../../there"\n}'
+        )
         for name in ("result.json", "metrics.jsonl"):
             (run / name).write_text(training)
         monkeypatch.setattr("sys.argv", ["collect.py", str(tmp_path / training)])
@@ -161,8 +163,8 @@ def test_a_run_trained_again_is_kept_whole_and_the_earlier_losses_are_remembered
     assert kept.joinpath("result.json").read_text() == "second"
     assert [path.parent.name for path in kept.rglob("losses.json")] == ["adapted-second"]
     assert kept.joinpath("run.yaml").read_text() == "method: lora\noutput: runs/run0\n"
-    command = json.loads(kept.joinpath("environment.json").read_text())["command"]
-    assert command == "study x.yaml --store results/store --per-gpu 4"
+    environment = json.loads(kept.joinpath("environment.json").read_text())
+    assert environment == {"command": "study x.yaml --store results/store --per-gpu 4"}
     (line,) = (tmp_path / "repeats.jsonl").read_text().splitlines()
     assert json.loads(line) == {"run": "run0", "losses": {"gym/sums-validation": 0.5}}
     told = " ".join(script("findings").repeats(tmp_path / "store"))

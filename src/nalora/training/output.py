@@ -32,6 +32,8 @@ def refuse_unusable(path: Path, fix: str = "give another output") -> None:
             place, found=f"a name of {count} bytes", expected=f"names of at most {_LONGEST_NAME} bytes", fix=fix
         )
     try:
+        if "\0" in place:
+            raise ValueError("a NUL byte in its name")
         nearest = next(each for each in (path, *path.absolute().parents) if each.exists() or each.is_symlink())
         if not nearest.is_dir():
             named = "a file" if nearest == path else f"{nearest}, which is a file and no folder"

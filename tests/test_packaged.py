@@ -1,0 +1,92 @@
+"""Recipes and studies come with the package, and are known by name from any folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import nalora
+from nalora import packaged
+from nalora.studies import study
+from nalora.training import settings
+
+ROOT = Path(nalora.__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The package as pip makes it of a fresh checkout, unpacked; nothing is written into this one."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "."]
+    subprocess.run([sys.executable, "-m", "pip", *build], cwd=folder, check=True, capture_output=True, text=True)
+    (file,) = (folder / "dist").glob("nalora-*.whl")
+    zipfile.ZipFile(file).extractall(folder / "installed")
+    return folder / "installed"
+
+
+def type_in(wheel, folder, *arguments):
+    code = "import sys, nalora.cli; assert nalora.__file__.startswith(sys.path[1]), sys.path; nalora.cli.main()"
+    code = code.replace("sys.path[1]", repr(str(wheel)))
+    environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_wheel_lists_prints_and_finds_them_outside_the_checkout(wheel, tmp_path):
+    listed = type_in(wheel, tmp_path, "recipes")
+    assert listed.returncode == 0, listed.stderr
+    for line in ("nalora train laptop", "nalora train llama-3.1-8b-math", "nalora study laptop", "nalora study table-1"):
+        assert re.search(rf"{line} .*(hour|minute)", listed.stdout), line
+    printed = type_in(wheel, tmp_path, "recipes", "studies/laptop")
+    assert printed.stdout == (ROOT / "studies" / "laptop.yaml").read_text()
+    dry = type_in(wheel, tmp_path, "study", "laptop", "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "20 runs in all" in dry.stdout
+    refused = type_in(wheel, tmp_path, "train", "laptop", "rank=x")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "laptop.yaml: rank: 'x', expected a whole number" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_root_of_the_checkout_shows_what_the_package_has():
+    assert sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml")) == list(packaged.recipes())
+    assert sorted(file.stem for file in (ROOT / "studies").glob("*.yaml")) == list(packaged.studies())
+
+
+@pytest.mark.parametrize("file", [*packaged.recipes().values(), *packaged.studies().values()], ids=str)
+def test_each_says_in_one_line_what_it_is_and_what_it_costs(file):
+    about, cost = packaged.opening(file)
+    assert about
+    assert re.search(r"\d.*(hour|minute)|an hour", cost)
+    runs = re.search(r"(\d+) runs", cost)
+    if runs:
+        assert f"Runs: {runs[1]} " in file.read_text()
+
+
+def test_a_user_s_own_file_goes_before_ours_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings.read("laptop", ["rank=3"]).settings.output == "runs/laptop"
+    assert study.read("laptop").name == "laptop"
+    assert study.question("laptop").startswith("Asks, without a GPU")
+    (tmp_path / "laptop").mkdir()
+    assert settings.read("laptop").settings.model == "smollm2-135m", "a folder is no run's file"
+    (tmp_path / "laptop").rmdir()
+    (tmp_path / "laptop").write_text("model: mine\ntask: gsm8k\n")
+    assert settings.read("laptop").settings.model == "mine"
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest():
+    with pytest.raises(nalora.NALoRAError, match=r"found no such file.*did you mean laptop\?"):
+        settings.read("labtop")

@@ -1,0 +1,62 @@
+"""A place that cannot be written to is refused before anything is loaded, and trying leaves nothing there."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from nalora.errors import NALoRAError
+from nalora.models import loading
+from nalora.training.output import as_a_name, refuse_unusable
+from nalora.training.run import train
+from nalora.training.settings import check
+
+
+def places(folder) -> dict[str, tuple[str, str]]:
+    """Outputs that cannot be: what each is, and what is said of it."""
+    (folder / "file").write_text("mine")
+    (folder / "link").symlink_to(folder / "nowhere" / "else")
+    return {
+        "a file": (str(folder / "file"), "found a file; expected a folder"),
+        "below a file": (str(folder / "file" / "run"), "file, which is a file and no folder"),
+        "a broken link": (str(folder / "link"), "found a file; expected a folder"),
+        "the kernel's": ("/proc/run", "nothing can be written there"),
+        "a long name": (str(folder / ("x" * 300)), "a name of 300 bytes"),
+        "a long name in unicode": (str(folder / ("é" * 200)), "a name of 400 bytes"),
+        "a NUL": (str(folder / "a\0b"), "nothing can be written there"),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "a file", "below a file", "a broken link", "the kernel's", "a long name", "a long name in unicode", "a NUL",
+])  # fmt: skip
+def test_training_refuses_it_before_anything_is_loaded(tmp_path, monkeypatch, name):
+    output, said = places(tmp_path)[name]
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded a model"))
+    with pytest.raises(NALoRAError) as error:
+        train(check({"model": "smollm2-135m", "task": "gsm8k", "device": "cpu", "output": output}))
+    assert said in str(error.value)
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path):
+    (tmp_path / "shut").mkdir(mode=0o555)
+    with pytest.raises(NALoRAError, match="Permission denied"):
+        refuse_unusable(tmp_path / "shut" / "run")
+
+
+def test_a_usable_place_stays_as_it_is(tmp_path):
+    refuse_unusable(tmp_path)
+    refuse_unusable(tmp_path / "a" / "b" / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["owner/name", "é" * 300, "a/" * 2_000])
+def test_any_model_has_a_folder_s_name(tmp_path, text):
+    (tmp_path / as_a_name(text)).mkdir()
+    assert as_a_name("owner/name") == "owner--name"
+    assert as_a_name("x" * 300) != as_a_name("x" * 301)

@@ -1,0 +1,60 @@
+"""What a run needs after training, or for its logs, is asked for before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+from nalora.errors import NALoRAError
+from nalora.models import loading
+from nalora.training.loggers import refuse_missing
+from nalora.training.readiness import refuse_unready
+from nalora.training.run import train
+from nalora.training.settings import check, read
+
+MISSING = next(name for name in ("wandb", "clearml", "swanlab") if name not in get_available_reporting_integrations())
+
+
+@pytest.mark.parametrize("report_to", [MISSING, ["none", MISSING]])
+def test_a_logger_that_is_not_installed_is_named_before_the_model_is_loaded(tmp_path, monkeypatch, report_to):
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded a model"))
+    run = check({
+        "model": "smollm2-135m", "task": "gsm8k", "device": "cpu", "report_to": report_to,
+        "output": str(tmp_path / "run"),
+    })  # fmt: skip
+    with pytest.raises(NALoRAError, match=f"{MISSING} is not installed.*Fix: pip install {MISSING}"):
+        train(run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loggers_that_need_nothing_are_taken():
+    for report_to in ("none", "all", [], ["none"], *get_available_reporting_integrations()):
+        refuse_missing(report_to)
+
+
+@pytest.fixture
+def judging(tmp_path):
+    """FastChat's files, as far as they are looked for before training."""
+    (tmp_path / "judge_prompts.jsonl").write_text(json.dumps({"name": "single-v1"}))
+    (tmp_path / "reference_gpt-4.jsonl").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("recipe", ["llama-2-7b-chat", "llama-3.1-8b-chat"])
+def test_mt_bench_asks_for_its_judge_at_the_start(recipe, judging, tmp_path):
+    with pytest.raises(NALoRAError, match=r"no judge for MT-Bench.*add judge_model=NAME and data_dir=FOLDER"):
+        refuse_unready(read(recipe))
+    with pytest.raises(NALoRAError, match="found no data_dir; expected mt_bench/judge_prompts.jsonl there"):
+        refuse_unready(read(recipe, ["judge_model=gpt-4"]))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NALoRAError, match=r"judge_prompts\.jsonl"):
+        refuse_unready(read(recipe, ["judge_model=gpt-4", f"data_dir={tmp_path / 'empty'}"]))
+    refuse_unready(read(recipe, ["judge_model=gpt-4", f"data_dir={judging}"]))
+    refuse_unready(read(recipe, ["judge_model=null"]))
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "humaneval", "sst2", "digits"])
+def test_other_tasks_need_no_judge(task):
+    refuse_unready(check({"model": "m", "task": task}))
