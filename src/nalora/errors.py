@@ -6,7 +6,6 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
-
 _SUGGESTION = "did you mean "
 
 

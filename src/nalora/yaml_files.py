@@ -90,9 +90,7 @@ def value(text: str, where: str) -> Any:
         walk = _Walk(where)
         walk.measure(node)
         if walk.repeated:
-            raise NALoRAError(
-                where, found="; ".join(walk.repeated), expected="every key once", fix="keep one of them"
-            )
+            raise NALoRAError(where, found="; ".join(walk.repeated), expected="every key once", fix="keep one of them")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         found = f"no YAML ({_first_words(error)})"

@@ -17,13 +17,14 @@ from nalora import methods, tasks
 from nalora.training.settings import RunSettings
 
 SETTINGS = [
-    *(field.name for field in dataclasses.fields(RunSettings)), *tasks.options("gym/chain_sum"), *tasks.options("gsm8k"),
-    *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
+    *(field.name for field in dataclasses.fields(RunSettings)), *tasks.options("gym/chain_sum"),
+    *tasks.options("gsm8k"), *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
 ]  # fmt: skip
 TEXTS = [
-    "", " ", ".", "..", "~", "/", "//", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300, "é" * 200,
-    "😀", "\u202e", "\x7f", "a\tb", "[bold]x[/bold]", "null", "1e400", "-1", "0x10", "0", "lora", "na-lora", "cpu:9", "cuda:7",
-    "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py", "float16", "4bit", "../" * 400,
+    "", " ", ".", "..", "~", "/", "//", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
+    "é" * 200, "😀", "\u202e", "\x7f", "a\tb", "[bold]x[/bold]", "null", "1e400", "-1", "0x10", "0", "lora", "na-lora",
+    "cpu:9", "cuda:7", "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py", "float16",
+    "4bit", "../" * 400,
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-2, 3) | st.floats() | st.sampled_from(TEXTS) | st.text(),
@@ -74,14 +75,17 @@ GOOD = {"task": "gym/chain_sum", "train_size": 4, "test_size": 2, "steps": 1, "d
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS) | st.text(max_size=3), VALUES, max_size=3), FORMS)
-@settings(fuzzed, max_examples=120)
+@settings(fuzzed, max_examples=60)
 def test_train(run, place, values, form):
     """The model is not there, so that nothing is ever trained."""
     (place / "run.yaml").write_bytes(text_of(GOOD | values | {"model": "./no/such/model"}, form))
     refused(run, place, "train", "run.yaml")
 
 
-@given(st.sampled_from(SETTINGS), VALUES.map(lambda value: json.dumps(value)) | st.sampled_from(TEXTS) | st.text("[]{}&*: a,"))
+@given(
+    st.sampled_from(SETTINGS),
+    VALUES.map(lambda value: json.dumps(value)) | st.sampled_from(TEXTS) | st.text("[]{}&*: a,"),
+)
 @settings(fuzzed, max_examples=60)
 def test_train_with_a_setting_on_the_command_line(run, place, key, value):
     (place / "run.yaml").write_bytes(text_of(GOOD, "whole"))
@@ -91,7 +95,7 @@ def test_train_with_a_setting_on_the_command_line(run, place, key, value):
 
 
 @given(st.sampled_from(TEXTS) | st.text(max_size=20))
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=25)
 @pytest.mark.parametrize("command", ["train", "study", "evaluate", "inspect", "report", "diagnose", "recipes"])
 def test_any_name_of_a_file(run, place, command, name):
     name = name.replace("\0", "").lstrip("-")
@@ -99,12 +103,23 @@ def test_any_name_of_a_file(run, place, command, name):
     refused(run, place, command, name, works=known)
 
 
-PARTS = ["name", "settings", "arms", "over", "controls", "learning_rates", "seeds", "validation_size", "ask", "ask_limit"]
+PARTS = [
+    "name",
+    "settings",
+    "arms",
+    "over",
+    "controls",
+    "learning_rates",
+    "seeds",
+    "validation_size",
+    "ask",
+    "ask_limit",
+]
 STUDY = {"settings": GOOD | {"model": "m"}, "arms": {"lora": {}}, "learning_rates": [1e-3]}
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), VALUES, min_size=1, max_size=3), FORMS)
-@settings(fuzzed, max_examples=80)
+@settings(fuzzed, max_examples=40)
 def test_study(run, place, values, form):
     (place / "study.yaml").write_bytes(text_of(STUDY | values, form))
     refused(run, place, "study", "study.yaml", "--dry-run", works=True)
@@ -119,7 +134,7 @@ def model(place):
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
     "model_type", "architectures", "quantization_config", "rope_scaling", "torch_dtype", "head_dim", "pad_token_id",
 ]), VALUES, min_size=1, max_size=2))  # fmt: skip
-@settings(fuzzed, max_examples=100)
+@settings(fuzzed, max_examples=40)
 def test_inspect_a_config_with_bad_values(run, model, place, values):
     file = Path(model) / "config.json"
     config = json.loads(file.read_text()) | values
@@ -129,7 +144,7 @@ def test_inspect_a_config_with_bad_values(run, model, place, values):
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS), VALUES, min_size=1, max_size=3), FORMS)
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=30)
 @pytest.mark.parametrize("command", ["evaluate", "diagnose"])
 def test_a_run_whose_settings_are_damaged(run, place, command, values, form):
     (place / "old").mkdir(exist_ok=True)
@@ -140,7 +155,7 @@ def test_a_run_whose_settings_are_damaged(run, place, command, values, form):
 
 
 @given(st.sampled_from(["run.yaml", "result.json", "environment.json", "metrics.jsonl"]), VALUES, FORMS)
-@settings(fuzzed, max_examples=30)
+@settings(fuzzed, max_examples=15)
 def test_report_of_a_damaged_run(run, place, name, value, form):
     shutil.rmtree(place / "old", ignore_errors=True)
     (place / "old").mkdir()
@@ -149,8 +164,8 @@ def test_report_of_a_damaged_run(run, place, name, value, form):
     refused(run, place, "report", "old", works=True)
 
 
-@given(st.sampled_from(tasks.options("gym/chain_sum") + ["rnak"]), VALUES.map(json.dumps) | st.sampled_from(TEXTS))
-@settings(fuzzed, max_examples=50)
+@given(st.sampled_from([*tasks.options("gym/chain_sum"), "rnak"]), VALUES.map(json.dumps) | st.sampled_from(TEXTS))
+@settings(fuzzed, max_examples=25)
 def test_evaluate_with_options(run, place, key, value):
     argument = f"{key}={value}".replace("\0", "")
     refused(run, place, "evaluate", "./no/such/model", "--task", "gym/chain_sum", "--option", argument)

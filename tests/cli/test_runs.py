@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import yaml
 
 from nalora.models import loading
 
@@ -105,3 +106,58 @@ def test_a_device_that_is_not_here_is_named_before_anything_is_loaded(run, recip
     assert code == 2
     assert "device 'cuda:99'" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_key_of_the_file_can_be_removed(run, recipe, tmp_path):
+    """As if it was not there: a setting has its default again, one that must be given is missing."""
+    code, _, err = run("train", recipe, "model=")
+    assert (code, "model: missing" in err) == (2, True)
+    recipe.write_text(recipe.read_text() + "rank: 3\nalpha: 5\n")
+    assert run("train", recipe, "rank=", "alpha=7", "steps=1")[0] == 0
+    settings = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert (settings["rank"], settings["alpha"]) == (8, 7)
+
+
+def test_evaluating_a_model_writes_into_the_output(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, output = tmp_path / "base", tmp_path / "scores"
+    asked = ("--task", "gym/chain_sum", "--option", "test_size=2", "--device", "cpu")
+    code, out, err = run("evaluate", model, *asked, "--output", output)
+    assert code == 0, err
+    (summary,) = output.rglob("summary.json")
+    assert summary.parent.parent == output / "gym" / "chain_sum"
+    assert str(summary.parent) in out
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "run.yaml", "scores"}, "and nowhere else"
+    (tmp_path / "taken").write_text("mine")
+    code, _, err = run("evaluate", model, *asked, "--output", tmp_path / "taken")
+    assert (code, "a file" in err) == (2, True)
+
+
+def test_the_judge_of_mt_bench_is_asked_for_before_training(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("train", "llama-2-7b-chat")
+    assert code == 2
+    assert "add judge_model=NAME" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_someone_else_s_run_needs_trust(run, recipe, tmp_path):
+    assert run("train", recipe)[0] == 0
+    folder = tmp_path / "run"
+    settings = yaml.safe_load((folder / "run.yaml").read_text())
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\nfrom nalora.methods.lora import LoRA\nPath(__file__).with_suffix('.ran').touch()\n"
+        "METHODS = (LoRA,)\n"
+    )
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings | {"method": str(tmp_path / "own.py")}))
+    for command in ("evaluate", "diagnose"):
+        code, _, err = run(command, folder)
+        assert (code, "own.py" in err, "--trust" in err) == (2, True, True)
+    (tmp_path / "study.yaml").write_text(
+        f"settings: {{model: m, task: gsm8k}}\narms: {{own: {{method: {tmp_path / 'own.py'}}}}}\n"
+    )
+    code, _, err = run("report", tmp_path / "study.yaml")
+    assert (code, "own.py" in err, "--trust" in err) == (2, True, True)
+    assert not (tmp_path / "own.ran").exists()
+    assert run("evaluate", folder, "--no-base", "--trust")[0] == 0
+    assert (tmp_path / "own.ran").exists()

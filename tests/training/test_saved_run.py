@@ -24,7 +24,9 @@ def test_the_settings_come_back(folder):
     assert read_run(folder).to_dict() == check(SETTINGS).to_dict()
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "no run"), ("a: [", "no YAML"), ("- a\n", "`key: value` lines"), ("", "model: missing")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "no run"), ("a: [", "no YAML"), ("- a\n", "`key: value` lines"), ("", "model: missing")]
+)
 def test_what_is_no_run_is_said(folder, text, said):
     folder.settings.unlink()
     if text is not None:
