@@ -23,8 +23,8 @@ SETTINGS = [
 TEXTS = [
     "", " ", ".", "..", "~", "/", "//", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
     "é" * 200, "😀", "\u202e", "\x7f", "a\tb", "[bold]x[/bold]", "null", "1e400", "-1", "0x10", "0", "lora", "na-lora",
-    "cpu:9", "cuda:7", "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py", "float16",
-    "4bit", "../" * 400,
+    "cpu:9", "cuda:7", "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py",
+    "float16", "4bit", "../" * 400,
 ]  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-2, 3) | st.floats() | st.sampled_from(TEXTS) | st.text(),
