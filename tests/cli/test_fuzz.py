@@ -21,13 +21,15 @@ SETTINGS = [
     *tasks.options("gsm8k"), *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
 ]  # fmt: skip
 TEXTS = [
-    "", " ", ".", "..", "~", "/", "//", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
+    "", " ", ".", "~", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
     "é" * 200, "😀", "\u202e", "\x7f", "a\tb", "[bold]x[/bold]", "null", "1e400", "-1", "0x10", "0", "lora", "na-lora",
     "cpu:9", "cuda:7", "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py",
-    "float16", "4bit", "../" * 400,
+    "float16", "4bit",
 ]  # fmt: skip
+# Never a path that leads out of the test's own folder.
+TEXT = st.text(st.characters(exclude_characters="/."))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-2, 3) | st.floats() | st.sampled_from(TEXTS) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 3) | st.floats() | st.sampled_from(TEXTS) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TEXTS), inner, max_size=3),
     max_leaves=5,
 )
@@ -94,12 +96,12 @@ def test_train_with_a_setting_on_the_command_line(run, place, key, value):
         refused(run, place, "train", "run.yaml", argument, "model=./no/such/model")
 
 
-@given(st.sampled_from(TEXTS) | st.text(max_size=20))
+@given(st.sampled_from(TEXTS) | TEXT)
 @settings(fuzzed, max_examples=25)
 @pytest.mark.parametrize("command", ["train", "study", "evaluate", "inspect", "report", "diagnose", "recipes"])
 def test_any_name_of_a_file(run, place, command, name):
     name = name.replace("\0", "").lstrip("-")
-    known = command == "recipes" or name.strip() in ("", ".", "..", "~")  # the help; folders that are somebody's
+    known = command == "recipes" or name.strip() in ("", ".")  # the list of all, and the folder itself
     refused(run, place, command, name, works=known)
 
 

@@ -189,6 +189,7 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
         ({"over": {"sums": {"short": {"seed": 2}}}}, "over.sums.short: seed is the study's to give"),
         ({"over": {"sums": {"short": {"max_lenth": 2}}}}, "did you mean max_length"),
         ({"seeds": [0, 0]}, "seeds: 0 is given twice"),
+        ({"name": "é" * 150}, "name: 300 bytes long, expected at most 200"),
         ({"seeds": [0, 1.5]}, "seeds: 1.5, expected a whole number, 0 or more"),
         ({"seeds": [-1]}, "seeds: -1, expected a whole number, 0 or more"),
         ({"seeds": 3}, "seeds: 3, expected a list"),

@@ -61,6 +61,20 @@ def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[Saved],
     return thinned, notices
 
 
+def _last_step(result: Path) -> int:
+    """The steps that a finished run took.
+
+    Raises:
+        NALoRAError: its result.json does not say.
+    """
+    try:
+        return int(json.loads(result.read_text(encoding="utf-8"))["steps"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise NALoRAError(
+            str(result), found="no number of steps", expected="the result of a finished run", fix="train it again"
+        ) from error
+
+
 def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[Saved]:
     """The base model, whole checkpoints, and what the run saved at its end."""
     found = {0: Saved(0, None)}
@@ -71,7 +85,7 @@ def _without_snapshots(folder: RunFolder, run: Run, notices: list[str]) -> list[
     elif complete:
         notices.append(f"its checkpoints are left out: {run.method.title} saves another form than it trains")
     if folder.result.is_file() and folder.trained.is_dir():
-        step = int(json.loads(folder.result.read_text(encoding="utf-8"))["steps"])
+        step = _last_step(folder.result)
         found.setdefault(step, Saved(step, folder.trained))
     told = ["the base model", *(f"step {step}" for step in sorted(found) if step)]
     notices.append(f"no snapshots (snapshot_every: N makes them): comparing {', '.join(told)}")

@@ -8,6 +8,8 @@ from typing import Any
 
 RATES = "learning_rates"
 MARGIN = "drop_rates_worse_than"
+# File systems take 255 bytes; the answer's files add an ending to the study's name.
+_LONGEST_NAME = 200
 # Settings that a study gives to each run itself.
 _ITS_OWN = ("seed", "learning_rate", "output", "validation_size")
 
@@ -48,6 +50,8 @@ def _of_name(name: Any) -> list[str]:
     text = str(name)
     if isinstance(name, dict | list | None) or not text.strip() or not text.isprintable():
         return [f"name: {_told(name)}, expected a text"]
+    if len(text.encode()) > _LONGEST_NAME:
+        return [f"name: {len(text.encode())} bytes long, expected at most {_LONGEST_NAME}: it becomes a file's name"]
     return [f"name: {text!r}, expected a file's name, not a path"] if set(text) & set("/\\") else []
 
 
