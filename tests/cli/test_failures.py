@@ -47,7 +47,13 @@ echo "code $?"
     subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
     reason="nobody but root may mount a file system here",
 )
-@pytest.mark.parametrize(("size", "resume"), [(4, ""), (400, "--resume")], ids=["at the start", "on the way"])
+@pytest.mark.parametrize(
+    ("size", "resume"),
+    [
+        pytest.param(4, "", id="at the start"),
+        pytest.param(400, "--resume", id="on the way", marks=pytest.mark.slow),
+    ],
+)
 def test_a_disk_that_is_really_full_is_one_sentence_and_the_run_goes_on(tmp_path, size, resume):
     model = tiny.saved_llama(tmp_path / "base")
     (tmp_path / "small").mkdir()

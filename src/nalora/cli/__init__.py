@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Annotated
 
@@ -11,6 +10,9 @@ import typer
 
 from nalora import __version__
 from nalora.cli import diagnosing, failures, inspecting, listing, reporting, runs, studying
+
+# What shells report of a command whose reader went away.
+_BROKEN_PIPE = 128 + 13
 
 app = typer.Typer(
     name="nalora",
@@ -29,7 +31,7 @@ def main() -> None:
         code = _refuse(error.format_message())
     except BrokenPipeError:  # `nalora recipes | head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+        code = _BROKEN_PIPE
     except Exception as error:
         message = failures.one_sentence(error)
         if message is None:

@@ -46,10 +46,12 @@ def problems_of_values(values: Mapping[str, Any]) -> list[str]:
         for name, holds, expected in _LIMITS
         if isinstance(values.get(name), int | float) and not holds(values[name])
     ]
-    for name, refuse in (("optimizer", optimizers.refuse_unknown), ("report_to", loggers.refuse_unknown)):
-        if isinstance(value := values.get(name), str | list):
-            with noted(problems):
-                refuse(value)
+    if isinstance(optimizer := values.get("optimizer"), str):
+        with noted(problems):
+            optimizers.refuse_unknown(optimizer)
+    if isinstance(report_to := values.get("report_to"), str | list):
+        with noted(problems):
+            loggers.refuse_unknown(report_to)
     if values.get("target_modules") == []:
         problems.append("target_modules: an empty list, expected names of layers (or all-linear)")
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
