@@ -77,7 +77,7 @@ GOOD = {"task": "gym/chain_sum", "train_size": 4, "test_size": 2, "steps": 1, "d
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS) | st.text(max_size=3), VALUES, max_size=3), FORMS)
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=150)
 def test_train(run, place, values, form):
     """The model is not there, so that nothing is ever trained."""
     (place / "run.yaml").write_bytes(text_of(GOOD | values | {"model": "./no/such/model"}, form))
@@ -88,7 +88,7 @@ def test_train(run, place, values, form):
     st.sampled_from(SETTINGS),
     VALUES.map(lambda value: json.dumps(value)) | st.sampled_from(TEXTS) | st.text("[]{}&*: a,"),
 )
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=150)
 def test_train_with_a_setting_on_the_command_line(run, place, key, value):
     (place / "run.yaml").write_bytes(text_of(GOOD, "whole"))
     argument = f"{key}={value}".replace("\0", "")
@@ -97,7 +97,7 @@ def test_train_with_a_setting_on_the_command_line(run, place, key, value):
 
 
 @given(st.sampled_from(TEXTS) | TEXT)
-@settings(fuzzed, max_examples=25)
+@settings(fuzzed, max_examples=40)
 @pytest.mark.parametrize("command", ["train", "study", "evaluate", "inspect", "report", "diagnose", "recipes"])
 def test_any_name_of_a_file(run, place, command, name):
     name = name.replace("\0", "").lstrip("-")
@@ -121,22 +121,24 @@ STUDY = {"settings": GOOD | {"model": "m"}, "arms": {"lora": {}}, "learning_rate
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), VALUES, min_size=1, max_size=3), FORMS)
-@settings(fuzzed, max_examples=40)
+@settings(fuzzed, max_examples=120)
 def test_study(run, place, values, form):
     (place / "study.yaml").write_bytes(text_of(STUDY | values, form))
     refused(run, place, "study", "study.yaml", "--dry-run", works=True)
 
 
 @pytest.fixture
-def model(place):
-    return tiny.saved_llama(place / "model", layers=1)
+def model(place, capsys):
+    folder = tiny.saved_llama(place / "model", layers=1)
+    capsys.readouterr()  # what saving it printed
+    return folder
 
 
 @given(st.dictionaries(st.sampled_from([
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
     "model_type", "architectures", "quantization_config", "rope_scaling", "torch_dtype", "head_dim", "pad_token_id",
 ]), VALUES, min_size=1, max_size=2))  # fmt: skip
-@settings(fuzzed, max_examples=40)
+@settings(fuzzed, max_examples=120)
 def test_inspect_a_config_with_bad_values(run, model, place, values):
     file = Path(model) / "config.json"
     config = json.loads(file.read_text()) | values
@@ -146,7 +148,7 @@ def test_inspect_a_config_with_bad_values(run, model, place, values):
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS), VALUES, min_size=1, max_size=3), FORMS)
-@settings(fuzzed, max_examples=30)
+@settings(fuzzed, max_examples=60)
 @pytest.mark.parametrize("command", ["evaluate", "diagnose"])
 def test_a_run_whose_settings_are_damaged(run, place, command, values, form):
     (place / "old").mkdir(exist_ok=True)
@@ -167,7 +169,7 @@ def test_report_of_a_damaged_run(run, place, name, value, form):
 
 
 @given(st.sampled_from([*tasks.options("gym/chain_sum"), "rnak"]), VALUES.map(json.dumps) | st.sampled_from(TEXTS))
-@settings(fuzzed, max_examples=25)
+@settings(fuzzed, max_examples=40)
 def test_evaluate_with_options(run, place, key, value):
     argument = f"{key}={value}".replace("\0", "")
     refused(run, place, "evaluate", "./no/such/model", "--task", "gym/chain_sum", "--option", argument)
