@@ -59,7 +59,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     folder = RunFolder(settings.output or "runs/run")
     with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:
         if resume and folder.result.is_file():
-            refuse_diverged(folder)
+            refuse_diverged(folder, settings)
             console.print(f"{folder.path} is already finished", highlight=False)
             return _read_result(folder)
         for line in claim.notices:

@@ -13,7 +13,7 @@ from nalora.errors import NALoRAError
 from nalora.training import contents
 from nalora.training.folder import RunFolder
 from nalora.training.places import from_where_it_was_trained
-from nalora.training.settings import Run, check
+from nalora.training.settings import Run, RunSettings, check
 from nalora.training.trust import refuse_untrusted
 
 
@@ -77,7 +77,7 @@ def finished_run(path: str | Path, *, trust: bool = False, own: Mapping[str, Any
     """
     folder = RunFolder(path)
     run = read_run(folder, trust=trust, own=own)
-    refuse_diverged(folder)
+    refuse_diverged(folder, run.settings)
     if not folder.result.is_file() or not folder.trained.is_dir():
         raise NALoRAError(
             str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
@@ -94,8 +94,12 @@ def diverged_step(folder: RunFolder) -> int | None:
     return int(result.get("diverged_step") or 0) if isinstance(result, dict) and result.get("diverged") else None
 
 
-def refuse_diverged(folder: RunFolder) -> None:
+def refuse_diverged(folder: RunFolder, settings: RunSettings) -> None:
     """Raise what the run ended with, if it diverged: it has no result, and resumed it would diverge again.
+
+    Args:
+        folder: of the run.
+        settings: of the run, for the advice.
 
     Raises:
         Diverged: it did.
@@ -104,4 +108,4 @@ def refuse_diverged(folder: RunFolder) -> None:
 
     step = diverged_step(folder)
     if step is not None:
-        raise Diverged(str(folder.path), step, advice(read_run(folder).settings), folder.latest_checkpoint())
+        raise Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint())
