@@ -87,9 +87,7 @@ def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | N
     if ANSWERS in missing:
         missing.add(TEST)  # how many questions there are is told beside the answers, by the losses in the same folder
     requests = {
-        VALIDATION: Request(
-            with_base=False, split="validation", writing=False, take_over=True, own=job.settings
-        ),
+        VALIDATION: Request(with_base=False, split="validation", writing=False, take_over=True, own=job.settings),
         TEST: Request(with_base=False, writing=False, take_over=True, own=job.settings),
         ANSWERS: Request(
             with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens, take_over=True, own=job.settings

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nalora import yaml_files
 from nalora.errors import NALoRAError
 from nalora.training import checkpoints
 from nalora.training.marker import MARKER, is_marked
@@ -58,14 +59,12 @@ def is_run_of_0_1(folder: Path) -> bool:
 
     The settings of the method and the task are not looked at: to read them may mean to run a file of the user's.
     """
-    import yaml
-
     try:
-        settings = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+        settings = yaml_files.read(folder / "run.yaml", "a run's settings", "train it again")
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+    except (OSError, ValueError, NALoRAError):
         return False
-    if not isinstance(settings, dict) or not {"model", "task", "method"} <= settings.keys():
+    if not {"model", "task", "method"} <= settings.keys():
         return False
     if not isinstance(environment, dict) or not isinstance(environment.get("versions"), dict):
         return False

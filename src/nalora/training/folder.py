@@ -121,7 +121,9 @@ class RunFolder:
         self.refuse(settings, resume=resume)
         self.mark()
         if not resume:
-            write_json(self.path / "environment.json", environment() | {WORKING_DIRECTORY: working_directory(self.path)})
+            write_json(
+                self.path / "environment.json", environment() | {WORKING_DIRECTORY: working_directory(self.path)}
+            )
             self.write_settings(settings)
             return None
         if not self.result.is_file():
