@@ -89,7 +89,7 @@ def begin(checkpoint: Path) -> None:
     if checkpoint.exists():
         shutil.rmtree(checkpoint)  # of nalora's own, see `is_free`: of the same step before the run was resumed
     checkpoint.mkdir(parents=True)
-    whole_files.write(checkpoint / BEGUN, json.dumps({"format": 1}) + "\n")
+    whole_files.write(checkpoint / BEGUN, whole_files.json_text({"format": 1}) + "\n")
 
 
 def is_free(checkpoint: Path) -> bool:
@@ -105,7 +105,7 @@ def complete(checkpoint: Path) -> None:
         sizes[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
     for folder in sorted({file.parent for file in _files(checkpoint)} | {checkpoint}):
         whole_files.sync(folder)
-    whole_files.write(checkpoint / COMPLETE, json.dumps({"format": 1, "files": sizes}) + "\n")
+    whole_files.write(checkpoint / COMPLETE, whole_files.json_text({"format": 1, "files": sizes}) + "\n")
     whole_files.sync(checkpoint)
     whole_files.sync(checkpoint.parent)
 

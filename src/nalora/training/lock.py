@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from nalora.errors import NALoRAError
 from nalora.training.contents import LOCK
 from nalora.training.marker import MARKER
+from nalora.whole_files import json_text
 
 fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None  # not on Windows
 
@@ -154,7 +155,7 @@ class FolderLock:
         partial = self.path.with_name(f".{LOCK}.{self._me.token}")
         self._flocked = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
         try:
-            os.write(self._flocked, (json.dumps(self._me._asdict()) + "\n").encode())
+            os.write(self._flocked, (json_text(self._me._asdict()) + "\n").encode())
             os.fsync(self._flocked)
             if fcntl is None:
                 self._close()  # Windows moves no open file

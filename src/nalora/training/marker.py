@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from nalora import __version__
 from nalora.errors import NALoRAError
+from nalora.whole_files import json_text
 
 MARKER = ".nalora.json"
 FORMAT = 1
@@ -63,7 +64,7 @@ def mark(folder: Path, kind: Kind, **facts: Any) -> Made:
         new_folder = True
     except FileExistsError:
         new_folder = False
-    content = json.dumps({"nalora": __version__, "format": FORMAT, "kind": kind, **facts}) + "\n"
+    content = json_text({"nalora": __version__, "format": FORMAT, "kind": kind, **facts}) + "\n"
     try:
         # Exclusive: of two processes that start in the same folder one creates it.
         with open(folder / MARKER, "xb") as file:
