@@ -72,14 +72,15 @@ def study(
         raise NALoRAError(
             str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
         )
+    if not known:
+        _refuse_unready(described, jobs)
+    if not known and engine != "ray":  # a cluster's nodes may have what this machine has not
+        _refuse_missing_data(jobs)
     _make_ready(store)
     answer.refuse_foreign_files(described, store)
     if known:
         _tell(screen, described, before, store)
         return
-    _refuse_unready(described, jobs)
-    if engine != "ray":  # a cluster's nodes may have what this machine has not
-        _refuse_missing_data(jobs)
     from rich.live import Live
 
     ray = {"address": address, "cpus": cpus, "gpus": gpus, "memory": memory, "retries": retries}
