@@ -7,6 +7,7 @@ text of a whole module, which a fresh process imports in place of the file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from mutmut.mutation.mutators import mutation_operators
 
 # What has no behaviour to test: types, imports, and the wording of errors, of which tests look for a part.
 _LEFT_OUT = (libcst.Annotation, libcst.Decorator, libcst.Import, libcst.ImportFrom)
+_DEVICE = re.compile(r"(,\s*)?(device\s*=\s*)?(\bNone|\b[\w.]*device)\b")
 _ERRORS = ("NALoRAError", "warn")
 
 
@@ -60,6 +62,8 @@ def mutants(root: Path, file: str) -> Iterator[tuple[Mutant, str]]:
                 seen.add(text)
                 place = places[node]
                 assert isinstance(place, CodeRange)
+                if _is_of_the_device(module.code_for_node(node), module.code_for_node(changed)):
+                    continue
                 change = f"{_short(module.code_for_node(node))}  →  {_short(module.code_for_node(changed))}"
                 yield Mutant(file, number, place.start.line, place.end.line, change), text
                 number += 1
@@ -97,6 +101,11 @@ def _is_a_value(node: libcst.CSTNode) -> bool:
     """Not a name for a type, such as Callable[[Tensor], Tensor] or TypeVar("Claim")."""
     value = getattr(node, "value", None)
     return not (value is None or isinstance(value, libcst.Subscript | libcst.BinaryOperation | libcst.Call))
+
+
+def _is_of_the_device(before: str, after: str) -> bool:
+    """Whether the change is only of where a tensor lives, which a machine without a GPU cannot notice."""
+    return _DEVICE.sub("", before) == _DEVICE.sub("", after)
 
 
 def _short(code: str) -> str:

@@ -43,7 +43,7 @@ OTHER_TESTS = (
 )  # fmt: skip
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--hypothesis-seed=0", "--no-header")
 # A mutant that lives runs all tests of its line, up to so many seconds of them; one that hangs counts as noticed.
-SECONDS_OF_TESTS = 60.0
+SECONDS_OF_TESTS = 12.0
 FEWEST_TESTS = 5
 
 
