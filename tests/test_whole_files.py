@@ -100,8 +100,9 @@ def test_json_of_half_a_surrogate_pair_can_be_written():
     assert "φ" in whole_files.json_text("φ")
 
 
-# Programs that run by themselves inside the sandbox and send values, NaN included, to one another through pipes.
-PIPES = {"tasks/sandboxed/supervisor.py", "tasks/sandboxed/judge.py"}
+# Programs that run by themselves inside the sandbox, where they cannot import nalora, and send values, NaN included, to
+# one another through pipes.
+PIPES = "tasks/sandboxed/"
 
 
 def test_no_other_call_in_the_package_writes_json():
@@ -124,6 +125,6 @@ def test_no_other_call_in_the_package_writes_json():
                 and ast.unparse(node.value) == "json"
             )
             imports = isinstance(node, ast.ImportFrom) and node.module in ("json", "simplejson", "orjson")
-            if (writes or imports) and id(node) not in hashed and name not in {*PIPES, "whole_files.py"}:
+            if (writes or imports) and id(node) not in hashed and not name.startswith((PIPES, "whole_files.py")):
                 found.append(f"{name}:{node.lineno}")
     assert found == []

@@ -56,7 +56,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
 
 
 def json_text(
-    value: Any, *, indent: int | None = None, compact: bool = False, default: Callable[[Any], Any] | None = None
+    value: Any,
+    *,
+    indent: int | None = None,
+    compact: bool = False,
+    sort_keys: bool = False,
+    default: Callable[[Any], Any] | None = None,
 ) -> str:
     """JSON that every reader accepts: numbers that are not finite become null.
 
@@ -67,13 +72,19 @@ def json_text(
         value: mappings, lists, texts and numbers.
         indent: spaces for each level; None writes one line.
         compact: no spaces after commas and colons.
+        sort_keys: mappings in the order of their keys.
         default: what is written for a value that JSON has no form for; without it that is an error.
 
     Raises:
         TypeError: a value that JSON has no form for.
     """
     dumped = functools.partial(
-        json.dumps, indent=indent, separators=(",", ":") if compact else None, default=default, allow_nan=False
+        json.dumps,
+        indent=indent,
+        separators=(",", ":") if compact else None,
+        sort_keys=sort_keys,
+        default=default,
+        allow_nan=False,
     )
 
     try:

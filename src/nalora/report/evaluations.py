@@ -19,6 +19,7 @@ from typing import Any
 
 from nalora.report.cleaning import clean_summary, is_partial
 from nalora.training.folder import HELD_OUT
+from nalora.whole_files import json_text
 
 # By task (or task and label) and by who was evaluated, ``base`` or ``adapted``.
 Evaluations = dict[str, dict[str, dict[str, Any]]]
@@ -142,7 +143,7 @@ def _alike_but_for_count(one: Evaluation, other: Evaluation) -> bool:
 
 
 def _key(evaluated: Mapping[str, Any]) -> str:
-    return json.dumps({name: evaluated.get(name) for name in _ALIKE}, sort_keys=True, default=str)
+    return json_text({name: evaluated.get(name) for name in _ALIKE}, sort_keys=True, default=str)
 
 
 def _evidence(
@@ -154,7 +155,7 @@ def _evidence(
     evaluated = summary.get("evaluated")
     if isinstance(evaluated, dict):
         return frozenset({f"said {count} {_key(evaluated)}"})
-    count = f"{count} {json.dumps(summary.get('chance'), sort_keys=True, default=str)}"
+    count = f"{count} {json_text(summary.get('chance'), sort_keys=True, default=str)}"
     found = {f"alone {file}"}
     if who == "base":
         found.add(f"folder {count} {file.parent.name}")
@@ -185,7 +186,7 @@ def _own_settings(task: str, settings: Mapping[str, Any]) -> str:
     except (NALoRAError, ImportError):
         options = []
     names = ("task", "data_dir", "prompt_style", *options)
-    return json.dumps({name: settings.get(name) for name in names}, sort_keys=True, default=str)
+    return json_text({name: settings.get(name) for name in names}, sort_keys=True, default=str)
 
 
 def _sets(evaluations: Sequence[Evaluation]) -> list[list[Evaluation]]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from nalora.whole_files import json_text
+
 # 2,048 tokens are 10 KB.
 LARGEST_REPLY = 4 << 20
 
@@ -85,7 +87,7 @@ def _request(url: str, path: str, key: str, body: Any) -> urllib.request.Request
         authorization = f"Basic {base64.b64encode(pair.encode()).decode()}"
     address = without_secrets(url).rstrip("/") + path
     headers = {"Authorization": authorization, "Content-Type": "application/json", "User-Agent": "nalora"}
-    return urllib.request.Request(address, None if body is None else json.dumps(body).encode(), headers)
+    return urllib.request.Request(address, None if body is None else json_text(body).encode(), headers)
 
 
 def without_secrets(url: str) -> str:
