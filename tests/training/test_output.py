@@ -18,9 +18,9 @@ def places(folder) -> dict[str, tuple[str, str]]:
     (folder / "file").write_text("mine")
     (folder / "link").symlink_to(folder / "nowhere" / "else")
     return {
-        "a file": (str(folder / "file"), "found a file; expected a folder"),
+        "a file": (str(folder / "file"), "found a file; expected a new or empty folder"),
         "below a file": (str(folder / "file" / "run"), "file, which is a file and no folder"),
-        "a broken link": (str(folder / "link"), "found a file; expected a folder"),
+        "a broken link": (str(folder / "link"), "found a symbolic link; expected a new or empty folder"),
         "the kernel's": ("/proc/run", "nothing can be written there"),
         "a long name": (str(folder / ("x" * 300)), "a name of 300 bytes"),
         "a long name in unicode": (str(folder / ("é" * 200)), "a name of 400 bytes"),

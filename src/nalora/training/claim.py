@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,8 @@ def _open_together(
     claim, refused = Claim(None, None, []), None
     if is_first_process():
         try:
+            if os.path.lexists(folder.path):  # before a file is created in it to try whether that works
+                folder.refuse(run.to_dict(), resume=resume)
             refuse_unusable(folder.path, "give another output=, or the right to write there")
             claim = _open(folder, run, resume, take_over, held)
         except NALoRAError as error:
