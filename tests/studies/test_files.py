@@ -72,7 +72,7 @@ def test_it_says_what_it_asks_its_number_of_runs_and_its_cost_on_named_hardware(
     text = " ".join(opening(file))
     assert "Asks" in text
     (runs,) = re.findall(r"Runs: (\d+) ", text)
-    assert int(runs) == Schedule(read(file), "store").total({}, {})
+    assert int(runs) == Schedule(read(file), "store").total({})
     cost = text.partition("Cost, ")[2]
     assert cost.startswith(("estimated from ", "measured on "))
     assert re.search(r"NVIDIA H200|CPU cores", cost)
