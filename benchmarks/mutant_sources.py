@@ -105,7 +105,8 @@ def _is_a_value(node: libcst.CSTNode) -> bool:
 
 def _is_of_the_device(before: str, after: str) -> bool:
     """Whether the change is only of where a tensor lives, which a machine without a GPU cannot notice."""
-    return _DEVICE.sub("", before) == _DEVICE.sub("", after)
+    first, second = (re.sub(r",\s*\)", ")", _DEVICE.sub("", code)) for code in (before, after))
+    return first == second
 
 
 def _short(code: str) -> str:

@@ -158,6 +158,13 @@ def test_a_block_without_tokens_or_with_numbers_that_are_not_finite_keeps_what_i
     assert all(torch.isfinite(each).all() for each in (made.mask, made.scales, made.shares, made.score))
 
 
+def test_one_token_is_enough():
+    here = filled([[0.1, 0.2, 0.3, 0.4], SENSITIVITY[1]], [[1.0, 2.0, 1.0], REGIMES[1]], [1.0, 4.0])
+    made = here.decide(NALoRAConfig(start="first"))
+    assert made.valid.tolist() == [True, True]
+    assert made.shares[0].tolist() == [0.25, 0.5, 0.25]
+
+
 def test_all_channels_are_kept_by_a_mask_of_ones():
     made = filled(SENSITIVITY, REGIMES, TOKENS).decide(NALoRAConfig(start="first", keep_ratio=1))
     assert made.mask.tolist() == [[1.0] * WIDTH] * 2

@@ -349,3 +349,9 @@ def test_nothing_waits_for_the_device():
     a = eq.regime_score(eq.regime_shares(eq.regime_counts(z, -1.0, 1.0)), 1.0)
     assert mask.shape == (4, 16)
     assert eq.step_scale(a, 0.4, 0.8, 1.5).shape == ()
+
+
+def test_the_regime_score_is_clamped_at_both_ends():
+    shares = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.1, 0.9], [0.2, 0.5, 0.3]], dtype=torch.float64)
+    assert eq.regime_score(shares, 1.0).tolist() == pytest.approx([0.0, 0.0, 0.2])
+    assert eq.regime_score(shares, -3.0).tolist() == pytest.approx([1.0, 1.0, 1.0])
