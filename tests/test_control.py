@@ -209,3 +209,19 @@ def test_a_bf16_adapter_in_update_space_moves_by_its_factors():
             assert ours[name].dtype == torch.bfloat16
             assert (ours[name] != (old + factor.double() * (new - old)).bfloat16()).float().mean() < 0.01
             assert not torch.equal(ours[name], plain[name])
+
+
+def test_each_parameter_keeps_its_own_factor_where_another_one_does_not_learn():
+    still, moving = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    control = Control([still, moving], torch.tensor([2.0, 3.0])[:, None, None])
+    moving.grad = torch.ones(2, 2)
+    multiply_gradients([control])
+    assert still.grad is None
+    assert moving.grad.tolist() == [[3.0, 3.0]] * 2
+    still.requires_grad_(False)
+    before = snapshot([control])
+    assert [*before] == [moving]
+    moving.data += 1
+    multiply_updates([control], before)
+    assert still.tolist() == [[1.0, 1.0]] * 2
+    assert moving.tolist() == [[4.0, 4.0]] * 2
