@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
-from nalora.methods.lora import lora_layers
+from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.lora_plus import LoRAPlus
 from nalora.methods.method import Adapter, Start
 
@@ -63,8 +63,8 @@ class BlockLoRA(LoRAPlus):
     @torch.no_grad()
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
         """Draw A block by block as LoRA draws a layer of the block's size, and keep everything outside at zero."""
-        for name, layer in lora_layers(model):
-            self._refuse_layer_without_blocks(name, layer)
+        self._refuse_layers_without_blocks(model)
+        for _, layer in lora_layers(model):
             A, B = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
             reads, writes = block_masks(layer.in_features, layer.out_features, adapter.rank, self.blocks)
             bound = (self.blocks / layer.in_features) ** 0.5  # Kaiming's with a = √5, for this many inputs
@@ -90,14 +90,18 @@ class BlockLoRA(LoRAPlus):
         """Without the zeros."""
         return sum(p.numel() // self.blocks for p in model.parameters() if p.requires_grad)
 
-    def _refuse_layer_without_blocks(self, name: str, layer: Any) -> None:
-        sizes = (layer.in_features, layer.out_features)
-        if any(size % self.blocks for size in sizes) or _ADAPTER not in layer.lora_A:
+    def _refuse_layers_without_blocks(self, model: nn.Module) -> None:
+        cannot = {
+            name: layer
+            for name, layer in lora_layers(model)
+            if _ADAPTER not in layer.lora_A or layer.in_features % self.blocks or layer.out_features % self.blocks
+        }
+        for name, layer in cannot.items():
             raise NALoRAError(
                 f"blocks: {self.blocks}",
-                found=f"{name}, a layer of {sizes[1]} × {sizes[0]}",
+                found=f"{name}, a layer of {layer.out_features} × {layer.in_features}",
                 expected="linear layers whose two sizes blocks divides",
-                fix="choose another number of blocks, or leave that layer out of target_modules",
+                fix=f"choose another number of blocks, or {leave_out(model, cannot)}",
             )
 
 
