@@ -130,10 +130,10 @@ def test_sizes_that_cannot_be_cut_are_refused(settings, adapter, words):
         methods.get("block-lora")(**settings).prepare(llama(), adapter, Start())
 
 
-def test_the_advice_to_leave_layers_out_works():
-    """Three blocks divide the 24 channels of the FFN and not the 16 of the model, so no layer is left to adapt."""
+def test_where_no_layer_can_be_cut_another_method_is_advised():
+    """Three blocks divide the 24 channels of the FFN and not the 16 of the model: no layer is left to adapt."""
     with pytest.raises(nalora.NALoRAError, match="use another method"):
-        block_lora(3).prepare(llama(), Adapter(rank=3), Start())
+        block_lora(3).prepare(llama(), Adapter(rank=3, target_modules=["gate_proj", "down_proj"]), Start())
 
 
 def test_no_block_is_refused():
