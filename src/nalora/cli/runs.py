@@ -53,7 +53,7 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if not is_first_process():
         return
-    steps, seconds, loss = result["steps"], result["seconds"], result["train_loss"]
+    steps, seconds, loss = result["steps"], result.get("seconds") or 0.0, result.get("train_loss")
     shown = "not finite" if loss is None else f"{loss:.4f}"
     screen.print(f"{steps} steps in {seconds:.0f} s, training loss {shown}", highlight=False)
     screen.print(f"the run: {described.settings.output}", highlight=False)

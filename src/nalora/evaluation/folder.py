@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from nalora.errors import NALoRAError
 from nalora.training import contents, marker
 from nalora.training.lock import FolderLock
 
@@ -35,12 +36,20 @@ def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that is not nalora's. Nothing is touched.
+    """Refuse a folder that is not nalora's, or whose files lead out of it. Nothing is touched.
 
     Raises:
-        NALoRAError: it holds files that nalora did not write.
+        NALoRAError: it holds files that nalora did not write, or symbolic links under its own names.
     """
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
+    for file in (folder / name for name in (*_ROWS, *_SUMMARIES)):
+        if contents.exists(file) and (file.is_symlink() or not file.is_file()):
+            raise NALoRAError(
+                str(file),
+                found="a symbolic link" if file.is_symlink() else "no file",
+                expected="a file that an evaluation can append to",
+                fix="move it away, or give another --output",
+            )
 
 
 def _is_of_0_1(folder: Path) -> bool:

@@ -100,12 +100,26 @@ def refuse_odd_entries(folder: Path, *names: str) -> None:
     for path, is_kind in kinds.items():
         if names and path.name not in names:
             continue
+        if path.parent == folder and path.name in WHOLE_FOLDERS:
+            _refuse_links_inside(path)
         if exists(path) and not is_kind(path.lstat().st_mode):
             expected = "folder" if is_kind is stat.S_ISDIR else "file"
             raise NALoRAError(
                 str(path),
                 found="a symbolic link" if path.is_symlink() else f"no {expected}",
                 expected=f"a {expected} inside the run's folder",
+                fix="move it away, or give another output=",
+            )
+
+
+def _refuse_links_inside(folder: Path) -> None:
+    """Libraries write into these folders file by file, and open what is there."""
+    for entry in folder.rglob("*") if folder.is_dir() and not folder.is_symlink() else ():
+        if entry.is_symlink():
+            raise NALoRAError(
+                str(entry),
+                found="a symbolic link",
+                expected="a file inside the run's folder",
                 fix="move it away, or give another output=",
             )
 

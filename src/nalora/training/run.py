@@ -181,5 +181,15 @@ def _diverged(settings: RunSettings, folder: RunFolder, result: dict[str, Any], 
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(folder.result.read_text(encoding="utf-8"))
+    try:
+        result = json.loads(folder.result.read_text(encoding="utf-8"))
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or "steps" not in result:
+        raise NALoRAError(
+            str(folder.result),
+            found="a damaged file",
+            expected="the result of a finished run",
+            fix="move it away, and --resume goes on from the last checkpoint",
+        )
     return result

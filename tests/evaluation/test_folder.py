@@ -1,0 +1,30 @@
+"""The folder of an evaluation: its own files, and no way out of it."""
+
+from __future__ import annotations
+
+import pytest
+
+import nalora
+from nalora.evaluation.folder import claimed_folder
+from nalora.evaluation.records import Records
+from nalora.training import marker
+
+
+@pytest.mark.parametrize("name", ["outputs.jsonl", "scores.jsonl", "losses.jsonl", "judgements.jsonl", "summary.json"])
+def test_a_file_that_leads_out_is_refused_and_what_it_leads_to_stays(tmp_path, name):
+    theirs = tmp_path / "theirs.txt"
+    theirs.write_text("a line\nhalf a li")
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    marker.mark(folder, "evaluation")
+    (folder / name).symlink_to(theirs)
+    with pytest.raises(nalora.NALoRAError, match="a symbolic link"), claimed_folder(folder):
+        Records(folder / name)
+    assert theirs.read_text() == "a line\nhalf a li"
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / "evaluation" / "outputs.jsonl").mkdir(parents=True)
+    marker.mark(tmp_path / "evaluation", "evaluation")
+    with pytest.raises(nalora.NALoRAError, match="no file"), claimed_folder(tmp_path / "evaluation"):
+        pass
