@@ -28,3 +28,12 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
     marker.mark(tmp_path / "evaluation", "evaluation")
     with pytest.raises(nalora.NALoRAError, match="no file"), claimed_folder(tmp_path / "evaluation"):
         pass
+
+
+@pytest.mark.parametrize("row", ['{"a": 1}', "5", "{", '{"id": [], "scores": {}}', '{"id": "x"}'])
+def test_a_row_of_another_form_is_refused_by_file_and_line(tmp_path, row):
+    file = tmp_path / "scores.jsonl"
+    file.write_text('{"id": "1", "scores": {}}\n' + row + '\n{"id": "3", "scores": {}}\n')
+    with pytest.raises(nalora.NALoRAError, match="scores.jsonl, line 2"):
+        Records(file)
+    assert row in file.read_text()

@@ -8,16 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nalora.errors import NALoRAError
+from nalora.evaluation.records import ROW_KEYS
 from nalora.training import contents, marker
 from nalora.training.lock import FolderLock
 
-# The keys that each row, or the whole file, has.
-_ROWS = {
-    "outputs.jsonl": {"id", "outputs", "tokens", "finished"},
-    "scores.jsonl": {"id", "scores"},
-    "losses.jsonl": {"id", "loss", "tokens"},
-    "judgements.jsonl": {"key", "answer"},
-}
 _SUMMARIES = ("summary.json", "losses.json")
 
 
@@ -42,7 +36,7 @@ def refuse_foreign(folder: Path) -> None:
         NALoRAError: it holds files that nalora did not write, or symbolic links under its own names.
     """
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
-    for file in (folder / name for name in (*_ROWS, *_SUMMARIES)):
+    for file in (folder / name for name in (*ROW_KEYS, *_SUMMARIES)):
         if contents.exists(file) and (file.is_symlink() or not file.is_file()):
             raise NALoRAError(
                 str(file),
@@ -56,7 +50,7 @@ def _is_of_0_1(folder: Path) -> bool:
     """Whether version 0.1 evaluated there: all files have its names and its form."""
     files = [entry for entry in folder.iterdir() if entry.name != contents.LOCK]
     return all(
-        _is_rows(file) if file.name in _ROWS else file.name in _SUMMARIES and _is_summary(file) for file in files
+        _is_rows(file) if file.name in ROW_KEYS else file.name in _SUMMARIES and _is_summary(file) for file in files
     )
 
 
@@ -66,7 +60,7 @@ def _is_rows(file: Path) -> bool:
             row = json.loads(lines.readline())
     except (OSError, ValueError):
         return False
-    return isinstance(row, dict) and row.keys() >= _ROWS[file.name]
+    return isinstance(row, dict) and row.keys() >= ROW_KEYS[file.name]
 
 
 def _is_summary(file: Path) -> bool:

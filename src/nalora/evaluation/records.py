@@ -6,19 +6,43 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nalora.errors import NALoRAError
 from nalora.training.folder import read_jsonl
 from nalora.whole_files import json_text
 
+# What each row of an evaluation's files says.
+ROW_KEYS = {
+    "outputs.jsonl": {"id", "outputs", "tokens", "finished"},
+    "scores.jsonl": {"id", "scores"},
+    "losses.jsonl": {"id", "loss", "tokens"},
+    "judgements.jsonl": {"key", "answer"},
+}
+
 
 class Records:
-    """A JSON-lines file of rows by id. What is in it is never done again."""
+    """A JSON-lines file of rows by id. What is in it is never done again.
+
+    Raises:
+        NALoRAError: a row that no evaluation wrote.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             self._cut_after_the_last_whole_line()
-        self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in read_jsonl(path)}
+        self.rows: dict[str, dict[str, Any]] = {}
+        wanted = ROW_KEYS.get(path.name, {"id"})
+        rows = read_jsonl(path)
+        good = [row for row in rows if row.keys() >= wanted and isinstance(row["id"], str)]
+        if len(good) < (path.read_bytes().count(b"\n") if path.is_file() else 0):
+            raise NALoRAError(
+                f"{path}, line {1 + next((i for i, row in enumerate(rows) if row not in good), len(rows))}",
+                found="a row of another form",
+                expected=f"one with {', '.join(sorted(wanted))}",
+                fix="move the file away, and the evaluation is done anew",
+            )
+        self.rows |= {row["id"]: row for row in good}
 
     def _cut_after_the_last_whole_line(self) -> None:
         """Remove a row that a kill cut short, lest the next one be written onto its end."""

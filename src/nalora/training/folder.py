@@ -225,7 +225,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         # Not splitlines: answers may hold separators that it takes for the end of a line.
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except ValueError:
                 break
+            if not isinstance(row, dict):
+                break
+            rows.append(row)
     return rows
