@@ -15,9 +15,24 @@ from typing import Any
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+# Files and folders that this process created: a start that fails removes these and nothing else.
+_CREATED: set[str] = set()
+
+
+def note_created(path: Path) -> None:
+    """Remember that this process created it."""
+    _CREATED.add(os.path.abspath(path))
+
+
+def created_here(path: Path) -> bool:
+    """Whether this process created it; a file that somebody put in its place later counts too."""
+    return os.path.abspath(path) in _CREATED
+
 
 def write(path: Path, content: bytes | str) -> None:
     """Write a file; a kill, or a disk that is full, leaves the one that was there before."""
+    if not os.path.lexists(path):
+        note_created(path)
     partial, descriptor = _new_file_beside(path)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 import nalora
+from nalora import whole_files
 from nalora.training import checkpoints
 from nalora.training.claim import claimed
 from nalora.training.folder import RunFolder
@@ -41,12 +42,14 @@ def fail(error=RuntimeError):
 def test_a_start_that_fails_leaves_nothing(folder, error):
     def get_as_far_as_the_first_step():
         folder.snapshot(0).mkdir(parents=True)
-        folder.gates.write_text('{"blocks": []}\n')
-        folder.metrics.write_text("")
+        whole_files.note_created(folder.snapshot(0))
+        whole_files.write(folder.gates, '{"blocks": []}\n')
         folder.start.mkdir()
-        (folder.start / "start.safetensors").write_bytes(b"")
+        whole_files.write(folder.start / "start.safetensors", b"")
         (folder.checkpoints / "runs" / "today").mkdir(parents=True)
-        (folder.checkpoints / "runs" / "today" / "events.out.tfevents.1.host").write_bytes(b"tensorboard's")
+        (folder.checkpoints / "runs" / "today" / f"events.out.tfevents.1.host.{os.getpid()}.0").write_bytes(
+            b"tensorboard's"
+        )
         checkpoint(folder, 1)  # without the mark that it is whole
         fail(error)
 
@@ -65,16 +68,23 @@ def test_an_empty_folder_of_the_user_s_stays(folder):
 
 
 def test_files_that_somebody_puts_there_meanwhile_stay(folder):
+    names = {
+        "notes.txt", "checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "snapshots/a",
+        # Names that nalora uses as well, later in a run.
+        "model/weights.bin", "adapter/mine.txt", "start/mine", "diagnosis.json", "mismatch.json", "gates.jsonl",
+        ".run.yaml.1", "snapshots/step-00000000/mine", "checkpoints/runs/events.out.tfevents.1.host.mine.0",
+    }  # fmt: skip
+
     def somebody_writes():
-        for name in ("notes.txt", "checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "snapshots/a"):
+        for name in names:
             (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             (folder.path / name).write_text("mine")
         fail()
 
     with pytest.raises(RuntimeError):
         start(folder, somebody_writes)
-    left = sorted(str(each.relative_to(folder.path)) for each in folder.path.rglob("*") if each.is_file())
-    assert left == ["checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "notes.txt", "snapshots/a"]
+    left = {str(each.relative_to(folder.path)) for each in folder.path.rglob("*") if each.is_file()}
+    assert left == names
 
 
 def test_a_start_killed_at_its_very_beginning_can_be_repeated(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import nalora
-from nalora.training import contents
+from nalora.training import contents, marker
 from nalora.training.folder import RunFolder
 from nalora.training.run import _read_result
 
@@ -29,3 +29,9 @@ def test_a_damaged_result_is_one_sentence(tmp_path, content):
     folder.result.write_bytes(content)
     with pytest.raises(nalora.NALoRAError, match="a damaged file.*--resume"):
         _read_result(folder)
+
+
+@pytest.mark.parametrize("kind", ["[]", "{}", "5", "null", '"demonstration"'])
+def test_a_forged_marker_marks_nothing(tmp_path, kind):
+    (tmp_path / marker.MARKER).write_text(f'{{"nalora": "x", "format": 1, "kind": {kind}}}')
+    assert marker.read(tmp_path) is None

@@ -89,6 +89,7 @@ def begin(checkpoint: Path) -> None:
     if checkpoint.exists():
         shutil.rmtree(checkpoint)  # of nalora's own, see `is_free`: of the same step before the run was resumed
     checkpoint.mkdir(parents=True)
+    whole_files.note_created(checkpoint)
     whole_files.write(checkpoint / BEGUN, whole_files.json_text({"format": 1}) + "\n")
 
 

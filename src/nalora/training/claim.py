@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from nalora import processes
+from nalora import processes, whole_files
 from nalora.errors import NALoRAError
 from nalora.processes import is_first_process
 from nalora.training import checkpoints, contents, marker
@@ -106,23 +106,35 @@ def _open(folder: RunFolder, run: Run, resume: bool, take_over: bool, held: cont
 
 
 def _clean_up(folder: RunFolder, made: marker.Made) -> None:
-    """Remove what a failed start created in a folder that held nothing else before; a run that has trained stays."""
+    """Remove what this process created for a start that failed; a run that has trained stays.
+
+    The name alone says too little: somebody may have put a file there while the model was loaded.
+    """
     if read_jsonl(folder.metrics) or checkpoints.marked_complete(folder.checkpoints):
         return
     for entry in contents.own_entries(folder.path):
-        if entry.name == contents.LOCK or (entry.name == marker.MARKER and not made.marker):
+        if entry.name in contents.WHOLE_FOLDERS and not entry.is_symlink():
+            _remove_created(entry.rglob("*"))
+            _remove_if_empty(entry)
+        elif made.marker if entry.name == marker.MARKER else whole_files.created_here(entry):
+            _remove_created([entry], anyway=True)
+    # Loggers begin their files before the first step; the process is part of their names.
+    own_events = f"events.out.tfevents.*.{os.getpid()}.*"
+    _remove_created(folder.checkpoints.rglob(own_events), anyway=True)
+    for place in (folder.checkpoints, folder.snapshots):
+        for inner in sorted(place.rglob("*"), reverse=True):
+            _remove_if_empty(inner)
+        _remove_if_empty(place)
+
+
+def _remove_created(entries: Iterable[Path], *, anyway: bool = False) -> None:
+    for entry in list(entries):
+        if entry.name == contents.LOCK or not (anyway or whole_files.created_here(entry)):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-    # Loggers begin their files before the first step.
-    for file in folder.checkpoints.rglob("events.out.tfevents.*"):
-        file.unlink(missing_ok=True)
-    for place in (folder.checkpoints, folder.snapshots):
-        for inner in sorted(place.rglob("*"), reverse=True):
-            _remove_if_empty(inner)
-        _remove_if_empty(place)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -41,7 +41,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     known = isinstance(content, dict) and isinstance(content.get("nalora"), str)
-    return content if known and isinstance(content.get("format"), int) and content.get("kind") in _KINDS else None
+    known = known and isinstance(content.get("format"), int) and isinstance(content.get("kind"), str)
+    return content if known and content["kind"] in _KINDS else None
 
 
 def is_marked(folder: Path, kind: Kind) -> bool:

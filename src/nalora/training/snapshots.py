@@ -21,7 +21,7 @@ from nalora.peft_names import in_base
 from nalora.processes import is_first_process
 from nalora.training.divergence import finite_parameters
 from nalora.training.folder import RunFolder
-from nalora.whole_files import json_text
+from nalora.whole_files import json_text, note_created
 
 
 class GateRecord(TrainerCallback):  # type: ignore[misc]
@@ -54,6 +54,8 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
             self._append({"step": state.global_step, **columns})
 
     def _append(self, row: dict[str, Any]) -> None:
+        if not self.folder.gates.exists():
+            note_created(self.folder.gates)
         with self.folder.gates.open("a", encoding="utf-8") as file:
             file.write(json_text(row) + "\n")
 
@@ -98,6 +100,7 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         if place.is_dir():
             shutil.rmtree(place)
         partial.replace(place)
+        note_created(place)
         return place
 
 
