@@ -95,7 +95,7 @@ def test_an_unknown_tuner_is_refused_with_what_was_probably_meant(name, words):
 
 
 def test_pefts_own_refusal_is_passed_on_in_one_sentence():
-    with pytest.raises(nalora.NALoRAError, match="divisible by gralora_k"):
+    with pytest.raises(nalora.NALoRAError, match="divisible by gralora_k.*change the setting that PEFT names"):
         methods.get("peft/gralora")(gralora_k=3).prepare(llama(), Adapter(rank=4), Start())
 
 
@@ -107,3 +107,10 @@ def test_dropout_that_a_tuner_does_not_have_is_refused():
 def test_na_lora_is_refused_on_a_tuner_without_lora_b():
     with pytest.raises(nalora.NALoRAError, match="no lora_B"):
         check({"model": "m", "task": "gsm8k", "method": "na-lora", "on": "peft/gralora"})
+
+
+def test_a_configuration_that_peft_writes_and_does_not_read_again_is_refused():
+    """Its adapter would be trained and then not load."""
+    method = methods.get("peft/ia3")(feedforward_modules=["mlp.down_proj"])
+    with pytest.raises(nalora.NALoRAError, match="feedforward_modules. should be a subset"):
+        method.prepare(llama(), Adapter(target_modules="all-linear"), Start())

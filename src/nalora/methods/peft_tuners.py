@@ -14,7 +14,7 @@ from torch import nn
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
 from nalora.moe_targets import name_exactly
-from nalora.target_modules import linear_names, refuse_names_of_nothing, refused
+from nalora.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
 
 PREFIX = "peft/"
 # A run's own settings stand for these fields, whatever a tuner calls them.
@@ -49,9 +49,23 @@ class PeftTuner(Method):
             config = self.config(adapter)
             name_exactly(config, model)
             wrapped: nn.Module = peft.get_peft_model(model, config)
+            self._load_again(wrapped)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-            raise refused(f"method {self.name!r}", model, names, error) from error
+            if "target modules" in str(error).lower():
+                raise refused(f"method {self.name!r}", model, names, error) from error
+            raise NALoRAError(
+                f"method {self.name!r}",
+                found=f"settings that PEFT refuses ({first_sentence(error)})",
+                expected=f"settings of peft.{self.config_class.__name__} that fit the model and the run's rank",
+                fix="change the setting that PEFT names; its documentation explains each",
+            ) from error
         return wrapped
+
+    def _load_again(self, wrapped: Any) -> None:
+        """Build the configuration from what will be saved of it: PEFT writes some that it does not read again."""
+        saved = wrapped.peft_config["default"].to_dict()
+        fields = {field.name for field in dataclasses.fields(self.config_class) if field.init}
+        self.config_class(**{name: value for name, value in saved.items() if name in fields})
 
     def config(self, adapter: Adapter) -> Any:
         """PEFT's configuration: the run's rank, alpha, dropout and target modules, and this method's settings.
