@@ -51,14 +51,15 @@ NOTES = """
   with LoRA+. The start has the minus sign that a public version lost. It says how much of the budget it used.
 - **NA-LoRA** controls the steps of any of them but full, AdaLoRA and LoRA-Pro: `method: na-lora, on: pissa`. By default
   in gradient space, as the paper writes it; `apply_to: update` is what its analysis is about.
-- **Block LoRA** (`block-lora`): GraLoRA's function as one ordinary adapter of rank k·r with zeros. `blocks: 2` is k, which
-  must divide the rank and the sizes of the layers; `ratio: 4` lets B learn four times as fast as A (1 by default).
-- **PEFT's tuners** (`peft/gralora`, `peft/loha`, …): PEFT's configuration fields are the settings; see [extending](extending.md).
+- **Block LoRA** (`block-lora`): GraLoRA's function as one ordinary adapter of rank k·r with zeros. `blocks: 2` is k,
+  which must divide the rank and the sizes of the layers; `ratio: 4` trains B at four times A's learning rate (default 1).
+- **PEFT's tuners** (`peft/gralora`, `peft/loha`, …): PEFT's configuration fields are the settings; see
+  [extending](extending.md).
 - **The controls**: `na-lora-off` (observed, nothing multiplied), `na-lora-random` (the mask's values on channels drawn
   once), `na-lora-frozen` (the first mask), `na-lora-mean` (mask divided by its mean), `na-lora-utility` (ranked by
-  E|φ′(z)|·|u|), `lora-scaled` (LoRA at NA-LoRA's mean factors, read from a run by `like:`). `like:` takes the factors that were
-  applied: 1 for a control that was switched off, for step scaling of GELU under `regimes: paper`, and for the mask where
-  its mean was preserved."""
+  E|φ′(z)|·|u|), `lora-scaled` (LoRA at NA-LoRA's mean factors, read from a run by `like:`). `like:` takes the
+  factors that were applied: 1 for a control that was switched off, for step scaling of GELU under `regimes: paper`, and
+  for the mask where its mean was preserved."""
 
 
 def main() -> None:

@@ -130,6 +130,18 @@ def refuse(job):
     pretend(job)
 
 
+def test_an_arm_without_the_answers_of_one_seed_is_not_complete(tmp_path):
+    """A worker that was killed between the losses and the answers leaves such a run."""
+    schedule = conduct(study(), tmp_path, Instantly()).schedule
+    cell = next(cell for cell in schedule.cells if cell.arm.name == "na-lora")
+    killed = schedule.job(cell, dummies.BEST["na-lora"], SEEDS[-1])
+    (summary,) = (tmp_path / killed.key).rglob("summary.json")
+    summary.unlink()
+    part = part_of(so_far(study(), tmp_path))
+    assert part.missing == ("na-lora",)
+    assert not any(part.comparisons.values())
+
+
 def test_an_error_in_the_settings_is_not_repeated_and_counts_as_missing(tmp_path):
     progress = conduct(study(), tmp_path, Attempting(refuse))
     assert len(progress.missing) == 3

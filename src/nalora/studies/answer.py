@@ -96,7 +96,8 @@ def _part(
         rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results)
         jobs = schedule.final(cell, rate) if rate is not None else []
         found = [(job, results[job.key]) for job in jobs if job.key in results and results[job.key].has(TEST)]
-        if len(found) < len(cell.arm.seeds) and cell.arm.name not in diverged:
+        whole = sum(all(result.has(part) for part in job.parts) for job, result in found)
+        if whole < len(cell.arm.seeds) and cell.arm.name not in diverged:
             missing.append(cell.arm.name)
         finished += [(cell, job, result) for job, result in found]
     suffix, answers = (
