@@ -52,7 +52,7 @@ NOTES = """
 - **NA-LoRA** controls the steps of any of them but full, AdaLoRA and LoRA-Pro: `method: na-lora, on: pissa`. By default
   in gradient space, as the paper writes it; `apply_to: update` is what its analysis is about.
 - **Block LoRA** (`block-lora`): GraLoRA's function as one ordinary adapter of rank k·r with zeros. `blocks: 2` is k,
-  which must divide the rank and the sizes of the layers; `ratio: 4` trains B at four times A's learning rate (default 1).
+  which must divide the rank and the sizes of the layers; `ratio: 4` trains B at four times A's rate (default 1).
 - **PEFT's tuners** (`peft/gralora`, `peft/loha`, …): PEFT's configuration fields are the settings; see
   [extending](extending.md).
 - **The controls**: `na-lora-off` (observed, nothing multiplied), `na-lora-random` (the mask's values on channels drawn
