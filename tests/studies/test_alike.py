@@ -25,16 +25,26 @@ def test_a_digest_of_what_was_asked():
 
 
 def test_measures_get_other_names_only_where_questions_differ():
-    assert suffixes({"a": "11", "b": "11", "c": ""}) == {"a": "", "b": "", "c": ""}
-    apart = suffixes({"a": "1111111", "b": "2222222", "c": ""})
+    same = dict.fromkeys("abc", 0)
+    assert suffixes({"a": "11", "b": "11", "c": ""}, same) == {"a": "", "b": "", "c": ""}
+    apart = suffixes({"a": "1111111", "b": "2222222", "c": ""}, same)
     assert apart == {"a": " (questions 111111)", "b": " (questions 222222)", "c": " (questions not recorded)"}
 
 
+def test_questions_that_each_seed_draws_share_a_column():
+    """As reasoning-gym's: arms are compared seed by seed."""
+    asked = {"lora 0": "11", "na 0": "11", "lora 1": "22", "na 1": "22"}
+    seeds = {"lora 0": 0, "na 0": 0, "lora 1": 1, "na 1": 1}
+    assert set(suffixes(asked, seeds).values()) == {""}
+    assert notes([(seeds[run], asked[run]) for run in asked], []) == []
+    assert len(set(suffixes(asked | {"na 1": "33"}, seeds).values())) == 3
+
+
 def test_notes_say_what_cannot_be_compared():
-    assert notes(["", ""], [""]) == notes(["1", "1"], ["2"]) == []
-    assert "different questions" in notes(["1", "2"], [])[0]
-    assert "do not record" in notes(["1", ""], [])[0]
-    assert "Learning rates" in notes(["1"], ["2", "3"])[0]
+    assert notes([(0, ""), (0, "")], [(0, "")]) == notes([(0, "1"), (0, "1")], [(0, "2")]) == []
+    assert "different questions" in notes([(0, "1"), (0, "2")], [])[0]
+    assert "do not record" in notes([(0, "1"), (0, "")], [])[0]
+    assert "Learning rates" in notes([(0, "1")], [(0, "2"), (0, "3")])[0]
 
 
 def test_an_evaluation_on_other_data_does_not_replace_the_runs_own(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import nalora
+from nalora.studies import engines
 from nalora.studies.conduct import conduct
 from nalora.studies.ended import Ended
 from nalora.studies.engines import LocalEngine, attempt
@@ -245,3 +246,14 @@ def test_a_worker_refuses_a_run_that_it_cannot_lock(job, no_locks):
     assert "without file locks" in error
     assert not Ended(job.key, error).may_be_repeated
     assert Store(job.store).result(job.key) is None
+
+
+def test_a_log_that_leads_out_of_the_store_is_refused_and_what_it_leads_to_stays(tmp_path):
+    theirs = tmp_path / "theirs.txt"
+    theirs.write_text("mine")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "run.log").symlink_to(theirs)
+    for opened in (engines._into, engines._alone):
+        with pytest.raises(nalora.NALoRAError, match="a symbolic link"), opened(tmp_path / "store" / "run.log"):
+            print("from the run")
+    assert theirs.read_text() == "mine"

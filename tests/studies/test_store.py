@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import nalora
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store, key
 from nalora.training.settings import check
 
@@ -80,3 +81,22 @@ def test_a_run_is_the_same_however_it_is_watched_and_another_with_other_passes()
     watched = {"save_every": 50, "log_every": 1, "device": "cpu", "output": "elsewhere"}
     assert key(check(run | watched)) == key(check(run))
     assert key(check(run | {"micro_batch_size": 4})) != key(check(run)), "LoRA-GA and GoRA start elsewhere"
+
+
+@pytest.mark.parametrize("content", [b"5", b"[]", b"\xff", b"", b'{"task": "t", "target_loss": 5}'])
+@pytest.mark.parametrize("name", ["result.json", "evaluations/t/adapted-0/losses.json"])
+def test_damaged_files_are_as_if_they_were_not_there(tmp_path, name, content):
+    place = tmp_path / "run"
+    (place / "evaluations/t/adapted-0").mkdir(parents=True)
+    (place / "result.json").write_text('{"task": "t"}')
+    (place / name).write_bytes(content)
+    found = Store(tmp_path).result("run")
+    assert found is None or found.losses == {}
+
+
+def test_a_log_of_somebody_else_s_makes_no_store(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    (tmp_path / "0123456789abcdef.log").write_text("mine")
+    with pytest.raises(nalora.NALoRAError):
+        Store(tmp_path).claim()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0123456789abcdef.log", "thesis.tex"]

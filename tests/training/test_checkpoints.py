@@ -78,6 +78,18 @@ def test_a_file_that_is_missing_or_unreadable_is_damage(tmp_path, file):
     assert checkpoints.damage(checkpoint) is not None
 
 
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "optimizer_0/__0_0.distcp"])
+def test_other_content_of_the_same_size_is_damage(tmp_path, file):
+    """Else the run would go on from wrong numbers, or end in a traceback."""
+    older, checkpoint = write(tmp_path, 1), write(tmp_path, 2)
+    content = bytearray((checkpoint / file).read_bytes())
+    content[-3] ^= 0xFF
+    (checkpoint / file).write_bytes(content)
+    said = []
+    assert checkpoints.latest(tmp_path, say=said.append) == older
+    assert f"{file} has other content" in said[0]
+
+
 def test_every_file_is_on_the_disk_before_the_mark(tmp_path, monkeypatch):
     checkpoint = write(tmp_path, 5, done=False)
     synced = []

@@ -153,3 +153,13 @@ def test_a_study_s_file_is_no_run_s(tmp_path):
     file.write_text("model: smollm2-135m\ntask: gym/chain_sum\n")
     with pytest.raises(nalora.NALoRAError, match=r"found a run; .*Fix: nalora train"):
         study.read(file)
+
+
+@pytest.mark.parametrize("key", ["max_lenght", "nosuch"])
+def test_removing_a_setting_that_no_run_has_is_refused(tmp_path, key):
+    """A slip in the name would leave the file's value in force without a word."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntask: gsm8k\nmax_length: 64\n")
+    with pytest.raises(nalora.NALoRAError, match=f"{key}=: found no such setting"):
+        read(file, [f"{key}="])
+    assert read(file, ["max_length=", "steps="]).settings.max_length == 1024

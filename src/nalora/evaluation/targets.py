@@ -14,6 +14,7 @@ from nalora.evaluation.identity import identity
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.progress import Report
+from nalora.target_modules import first_sentence
 from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
 from nalora.training.conversion import converted
@@ -21,7 +22,7 @@ from nalora.training.folder import HELD_OUT, RunFolder
 from nalora.training.material import as_asked, kind_of
 from nalora.training.output import as_a_name, refuse_unusable
 from nalora.training.saved_run import FinishedRun, finished_run, refuse_unless_own
-from nalora.training.settings import RunSettings, without_removed
+from nalora.training.settings import Removed, RunSettings, without_removed
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ def _evaluate_run(
     settings = run.settings if device is None else replace(run.settings, device=device)
     own = request.task in (None, settings.task)
     name = request.task or settings.task
-    options = without_removed({**(run.task_options if own else {}), **(request.options or {})})
-    _refuse_unknown_options(name, options)
+    given = {**(run.task_options if own else {}), **(request.options or {})}
+    _refuse_unknown_options(name, given)
+    options = without_removed(given)
     place = (output or finished.folder.evaluations) / name
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
@@ -146,6 +148,8 @@ def _refuse_unknown_options(name: str, options: Mapping[str, Any]) -> None:
     known = tasks.option_types(name)
     for option, value in options.items():
         if option in known:
+            if value is Removed:
+                continue
             converted(option, value, known[option], problems)
         else:
             near = did_you_mean(option, known, f"it has {', '.join(known) or 'none'}")
@@ -165,7 +169,16 @@ def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded
     if (trained / "adapter_config.json").is_file():
         import peft
 
-        return Loaded(peft.PeftModel.from_pretrained(base.model, str(trained)).eval(), base.processor, spec)
+        try:
+            model = peft.PeftModel.from_pretrained(base.model, str(trained)).eval()
+        except Exception as error:  # of a damaged file PEFT, safetensors and torch each raise their own
+            raise NALoRAError(
+                str(trained),
+                found=f"an adapter that PEFT cannot load ({first_sentence(error)})",
+                expected="the adapter that the run saved, on the base model it was trained on",
+                fix="train the run again",
+            ) from error
+        return Loaded(model, base.processor, spec)
     return as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
 
 

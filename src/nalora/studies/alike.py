@@ -4,13 +4,16 @@ A study's runs have the same settings for their task, so they differ in this onl
 its questions, were changed between them. Results of 0.1 do not say what they are of. Having the same settings, they are
 taken for the one set that the other runs name, and a note says so; where the others name several sets, they are kept
 apart from all of them.
+
+Runs with different seeds may have different questions by design: reasoning-gym draws them by the run's seed. Arms are
+compared seed by seed, so only runs with the same seed must have the same questions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LOSS = "test loss"
@@ -31,15 +34,24 @@ def is_other_than_trained(summary: Mapping[str, Any]) -> bool:
     return isinstance(evaluated, dict) and evaluated.get("own") is False
 
 
-def suffixes(asked: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the names of each run's measures: nothing where all runs are of the same questions.
+def suffixes(asked: Mapping[str, str], seeds: Mapping[str, int]) -> dict[str, str]:
+    """What is added to the names of each run's measures: nothing where runs of one seed are of the same questions.
 
     Args:
         asked: what each run's numbers are of, by its key.
+        seeds: of each run, by its key.
     """
-    if len(set(asked.values()) - {""}) < 2:
+    if not _differ((seeds[key], questions) for key, questions in asked.items()):
         return dict.fromkeys(asked, "")
     return {key: f" (questions {each[:6]})" if each else " (questions not recorded)" for key, each in asked.items()}
+
+
+def _differ(runs: Iterable[tuple[int, str]]) -> bool:
+    """Whether runs with the same seed name different questions."""
+    by_seed: dict[int, set[str]] = {}
+    for seed, questions in runs:
+        by_seed.setdefault(seed, set()).update({questions} - {""})
+    return any(len(questions) > 1 for questions in by_seed.values())
 
 
 def is_loss(measure: str) -> bool:
@@ -47,21 +59,23 @@ def is_loss(measure: str) -> bool:
     return measure == LOSS or measure.startswith(f"{LOSS} (")
 
 
-def notes(asked: Iterable[str], screened: Iterable[str]) -> list[str]:
+def notes(asked: Sequence[tuple[int, str]], screened: Iterable[tuple[int, str]]) -> list[str]:
     """What a reader must know.
 
     Args:
-        asked: what the runs in the table are of.
-        screened: what the validation losses are of by which learning rates were chosen.
+        asked: the seed of each run in the table, and what it is of.
+        screened: the same of the validation losses by which learning rates were chosen.
     """
-    found, by = set(asked), set(screened) - {""}
-    told = []
-    if len(found - {""}) > 1:
-        told.append("Runs were evaluated on different questions; numbers of each set are in columns of their own.")
-    elif len(found) > 1:
-        told.append(
-            "Some results do not record their questions; as the settings agree, they are taken to be of the same ones."
+    recorded = {bool(questions) for _, questions in asked}
+    sentences = []
+    if _differ(asked):
+        sentences.append("Runs were evaluated on different questions; numbers of each set are in columns of their own.")
+    elif len(recorded) > 1:
+        sentences.append(
+            "Some results do not record their questions; as the settings agree, the questions are taken to be the same."
         )
-    if len(by) > 1:
-        told.append("Learning rates were chosen by validation losses on different questions, which cannot be compared.")
-    return told
+    if _differ(screened):
+        sentences.append(
+            "Learning rates were chosen by validation losses on different questions, which cannot be compared."
+        )
+    return sentences

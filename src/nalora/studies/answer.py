@@ -100,13 +100,15 @@ def _part(
         if whole < len(cell.arm.seeds) and cell.arm.name not in diverged:
             missing.append(cell.arm.name)
         finished += [(cell, job, result) for job, result in found]
+    seeds_of = {job.key: job.settings["seed"] for _, job, _ in finished}
     suffix, answers = (
         alike.suffixes(
             {
                 job.key: result.asked.get(part, "")
                 for _, job, result in finished
                 if result.has(part) and not result.diverged
-            }
+            },
+            seeds_of,
         )
         for part in (TEST, ANSWERS)
     )
@@ -182,9 +184,9 @@ def _with_all_measures(record: Record, names: Sequence[str]) -> Record:
 def _notes_on_questions(
     schedule: Schedule, cells: list[Cell], results: Mapping[str, Result], finished: Sequence[tuple[Cell, Job, Result]]
 ) -> list[str]:
-    asked = [result.asked.get(TEST, "") for _, _, result in finished if not result.diverged]
+    asked = [(job.settings["seed"], result.asked.get(TEST, "")) for _, job, result in finished if not result.diverged]
     screened = [
-        results[job.key].asked.get(VALIDATION, "")
+        (job.settings["seed"], results[job.key].asked.get(VALIDATION, ""))
         for cell in cells
         for job in schedule.screening(cell)
         if job.key in results and not results[job.key].diverged

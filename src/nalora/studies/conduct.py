@@ -216,12 +216,11 @@ class _Failures:
         if not self.path.is_file():
             return {}
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return {row["key"]: row["error"] for row in rows}
+        whole = [row for row in rows if isinstance(row, dict) and row.keys() >= {"key", "error"}]
+        return {str(row["key"]): str(row["error"]) for row in whole}
 
     def add(self, job: Job, error: str) -> None:
         row = {"key": job.key, "label": job.label, "error": error, "log": str(log_of(job))}

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from nalora.errors import NALoRAError
 from nalora.studies.ended import TOLD_TO_END, Ended, told
@@ -227,7 +227,7 @@ def _into(path: Path) -> Iterator[None]:
     sys.stderr.flush()
     kept = [os.dup(number) for number in (1, 2)]
     try:
-        with path.open("ab") as file:
+        with _log(path) as file:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
         yield
@@ -239,6 +239,18 @@ def _into(path: Path) -> Iterator[None]:
             for number, before in zip((1, 2), kept, strict=True):
                 os.dup2(before, number)
                 os.close(before)
+
+
+def _log(path: Path) -> IO[bytes]:
+    """The log of a run, to be appended to; not through a link to a file, which is somebody else's."""
+    if path.is_symlink() and (path.is_file() or not path.exists()):
+        raise NALoRAError(
+            str(path),
+            found="a symbolic link",
+            expected="a log inside the store",
+            fix="move it away, or give another --store",
+        )
+    return path.open("ab")
 
 
 @contextlib.contextmanager
@@ -255,7 +267,7 @@ def _alone(path: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with path.open("ab") as file:
+    with _log(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -107,6 +107,8 @@ class Store:
             part = VALIDATION if path.parent.parent.name.endswith(HELD_OUT) else TEST
             # No number where the task's questions have no one right answer, as a conversation or a program has not.
             loss = told.get("target_loss")
+            if loss and not (isinstance(loss, dict) and "value" in loss):
+                continue  # a damaged file: this part is evaluated again
             losses[part] = _number(loss["value"]) if loss else math.nan
             asked[part] = asked_in(told)
             summary = _read(path.with_name("summary.json"))
@@ -121,15 +123,16 @@ class Store:
 def _is_of_0_1(root: Path) -> bool:
     """Whether version 0.1, which wrote no marker, kept runs there."""
     keys = {entry.name.partition(".")[0] for entry in root.iterdir() if _KEY.fullmatch(entry.name)}
-    return any(contents.is_run(root / name) or (root / f"{name}.log").is_file() for name in keys)
+    return any(contents.is_run(root / name) for name in keys)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON file's mapping; None where there is none, or a damaged one."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def _number(value: Any) -> float:

@@ -97,6 +97,13 @@ class Gym(Task):
         isolated = evaluates_answers(self._datasets["test"]) and not unsafe_code
         self._scorer = IsolatedScorer(self.name, self.family, drawn, isolated=isolated)
 
+    def notice(self) -> str:
+        """That the family's scores cannot be trusted, where that was measured."""
+        fault = gym_trust.untrusted().get(self.family)
+        if fault is None or fault.measure != "accuracy":
+            return ""
+        return f"{self.name}: {fault.reason}; training works, its evaluation is refused"
+
     def training_set(self) -> Sequence[Example]:
         """`train_examples`: they are drawn by text, in which case and spacing count, and leave the test set out."""
         return self.train_examples()
@@ -107,11 +114,6 @@ class Gym(Task):
         Raises:
             NALoRAError: the family knows no answers, or too few questions for two sets.
         """
-        fault = gym_trust.untrusted().get(self.family)
-        if fault is not None and fault.measure == "accuracy":
-            warnings.warn(
-                f"nalora: {self.name}: {fault.reason}; training works, its evaluation is refused", stacklevel=2
-            )
         asked = {self._entry("test", index)["question"] for index in range(self.test_size)}
         kept = [index for index in range(self.train_size) if self._entry("train", index)["question"] not in asked]
         self.also_asked = self.train_size - len(kept)

@@ -109,6 +109,10 @@ class Task:
         """What an answer that knows nothing scores, by the name of that answer (majority class); often nothing."""
         return {}
 
+    def notice(self) -> str:
+        """What a user should know before training on it; often nothing."""
+        return ""
+
     def prepare_scoring(self) -> None:
         """Refuse now, before hours of writing, what would make scoring fail afterwards.
 

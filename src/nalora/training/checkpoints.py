@@ -1,8 +1,8 @@
 """A run's checkpoints on disk: which are whole, which is the latest, which may be removed.
 
 A checkpoint is a folder that transformers' Trainer writes. nalora puts a file into it before the first byte (BEGUN) and
-another one after the last (COMPLETE), which lists every file's size. So a folder without BEGUN is somebody else's, one
-without COMPLETE was being written when the run was killed, and one whose files have other sizes was damaged later.
+another one after the last (COMPLETE), which lists every file's size and checksum. So a folder without BEGUN is somebody
+else's, one without COMPLETE was being written when the run was killed, and one whose files differ was damaged later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ COMPLETE = "complete"
 # One whole checkpoint remains if the other turns out to be damaged.
 KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d+)")
+_CHUNK = 2**22
 _OF_TRAINER = "trainer_state.json"
 
 
@@ -71,8 +73,10 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint that is marked complete; None where nothing is."""
     try:
         text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
-        sizes: dict[str, int] = json.loads(text)["files"] if text else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        record = json.loads(text) if text else {"files": {}}
+        sizes: dict[str, int] = record["files"]
+        checksums: dict[str, int] = record.get("crc32", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE} cannot be read"
     for name, size in sizes.items():
         file = checkpoint / name
@@ -80,6 +84,8 @@ def damage(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
+        if name in checksums and _checksum(file) != checksums[name]:
+            return f"{name} has other content than was written"
     # Version 0.1 recorded no sizes; a disk may also return a file of the right size without its content.
     return next((f"{file.name} is cut short" for file in _files(checkpoint) if not _is_whole(file)), None)
 
@@ -100,13 +106,16 @@ def is_free(checkpoint: Path) -> bool:
 
 def complete(checkpoint: Path) -> None:
     """Have every file on the disk, then mark the checkpoint as complete."""
-    sizes = {}
+    sizes, checksums = {}, {}
     for file in _files(checkpoint):
         whole_files.sync(file)
-        sizes[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
+        name = file.relative_to(checkpoint).as_posix()
+        sizes[name], checksums[name] = file.stat().st_size, _checksum(file)
     for folder in sorted({file.parent for file in _files(checkpoint)} | {checkpoint}):
         whole_files.sync(folder)
-    whole_files.write(checkpoint / COMPLETE, whole_files.json_text({"format": 1, "files": sizes}) + "\n")
+    whole_files.write(
+        checkpoint / COMPLETE, whole_files.json_text({"format": 1, "files": sizes, "crc32": checksums}) + "\n"
+    )
     whole_files.sync(checkpoint)
     whole_files.sync(checkpoint.parent)
 
@@ -131,6 +140,15 @@ def _files(checkpoint: Path) -> list[Path]:
     """Everything in a checkpoint but its two marks, sharded states in folders of their own included."""
     marks = (checkpoint / COMPLETE, checkpoint / BEGUN)
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and file not in marks)
+
+
+def _checksum(file: Path) -> int:
+    """The content's CRC-32: against accidents, at the speed of the disk."""
+    value = 0
+    with file.open("rb") as content:
+        while chunk := content.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
 
 
 def _is_whole(file: Path) -> bool:

@@ -65,6 +65,8 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
         for line in claim.notices:
             console.print(line, highlight=False)
         task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
+        if notice := task.notice():
+            console.print(notice, highlight=False)
         with console.status(f"loading {settings.model}"):
             loaded = loading.load(settings.model_spec(kind_of(task, settings)))
         material = prepare(task, loaded, settings)

@@ -150,7 +150,11 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     given = yaml_files.read(path, "a run's YAML file", _how_to_get_one(str(file)))
     if "arms" in given:
         raise NALoRAError(str(path), found="a study", expected="a run's YAML file", fix=f"nalora study {path}")
-    given = without_removed({**given, **key_values(overrides)})
+    changes = key_values(overrides)
+    for key in (key for key, value in changes.items() if value is Removed and key not in {*given, *_types()}):
+        near = did_you_mean(key, [*given, *_types()], "leave it out")
+        raise NALoRAError(f"{shortened(key)}=", found=f"no such setting in {path}", expected="one to remove", fix=near)
+    given = without_removed({**given, **changes})
     if given.get("output") is None:
         given["output"] = str(Path("runs") / path.stem)
     return check(given, where=str(path))
