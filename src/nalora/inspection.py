@@ -124,7 +124,9 @@ def _build(model: str) -> nn.Module:
     # A quantised checkpoint has the same FFNs as a dense one.
     vars(config).pop("quantization_config", None)
     _refuse_endless(config, model)
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    named = getattr(transformers, name, None) if name else None
     autos = (transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
     failure: Exception | None = None
     with torch.device("meta"):

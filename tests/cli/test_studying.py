@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from nalora.cli.studying import states
+from nalora.report.tables import escape_markdown
 from nalora.studies import conduct
 from nalora.studies.conduct import Progress
 from nalora.studies.schedule import Schedule
@@ -71,7 +72,7 @@ def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_pa
     code, _, err = run("study", file, "--store", tmp_path / "store")
     assert code == 2
     assert "nowhere: found no such folder" in " ".join(err.split())
-    assert [each.name for each in (tmp_path / "store").iterdir()] == [MARKER]
+    assert not (tmp_path / "store").exists()
 
 
 def has_processes(group):
@@ -193,7 +194,7 @@ def test_an_arm_s_name_is_shown_as_it_is(run, file, tmp_path, name):
     assert f"{name}, lr 0.001, seed 0" in run("study", file, "--store", store, "--dry-run")[1]
     code, told, _ = run("study", file, "--store", store, "--so-far")
     assert code == 0
-    assert f"Not complete: {name}." in told
+    assert f"Not complete: {escape_markdown(name)}." in told
     assert name in shown(Progress(Schedule(understand(described), "store"), {}))
 
 

@@ -31,7 +31,7 @@ from nalora.training.settings import RunSettings, check
 )
 def test_a_tuner_trains_and_stock_peft_loads_it(tmp_path, tuner, settings):
     method = methods.get(f"peft/{tuner}").build(**settings)
-    adapter = Adapter(rank=0 if tuner == "oft" else 4, alpha=8, target_modules=["q_proj", "down_proj"])
+    adapter = Adapter(rank=4, alpha=8, target_modules=["q_proj", "down_proj"])
     model = method.prepare(llama(), adapter, Start())
     learning = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert learning

@@ -23,6 +23,8 @@ _ELSEWHERE = {
     "adalora": "method: adalora, which also calls PEFT's rank allocation at every step",
     "xlora": "a tuner that mixes trained adapters is not trained from a run's file",
     "adaption_prompt": "method: lora; prompts inside attention are not a change of linear layers",
+    "poly": "method: peft/lora; Poly routes by task ids, which no run has",
+    "shadow": "method: peft/lora; Shadow replaces the model's forward pass, which the Trainer calls otherwise",
     "trainable_tokens": "method: full; it trains rows of the embedding, which no run names",
 }
 
@@ -77,6 +79,8 @@ class PeftTuner(Method):
         alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
         of_the_run = {"r": adapter.rank, "alpha": alpha, "lora_alpha": alpha, "target_modules": adapter.target_modules}
         given = {name: value for name, value in of_the_run.items() if name in fields} | self.settings()
+        if given.get("oft_block_size"):
+            given["r"] = 0  # OFT takes the number of blocks or their size, and has a size by default
         if adapter.dropout:
             name = f"{self.tuner}_dropout"
             if name not in fields:

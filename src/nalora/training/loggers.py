@@ -14,7 +14,8 @@ _ALL, _NONE = "all", "none"
 def names_of(report_to: str | Sequence[str]) -> list[str]:
     """The loggers by name; none for ``none``."""
     names = [report_to] if isinstance(report_to, str) else list(report_to)
-    return [name for name in names if name != _NONE]
+    # Anything else was refused as a value of the wrong type.
+    return [name for name in names if isinstance(name, str) and name != _NONE]
 
 
 def refuse_unknown(report_to: str | Sequence[str]) -> None:

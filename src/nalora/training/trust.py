@@ -13,6 +13,9 @@ from typing import Any
 
 from nalora.errors import NALoRAError, shortened
 
+# Whoever decides must see the whole path of what would run.
+_LONGEST = 400
+
 # Settings that name a method: by a name of nalora's own, or by a Python file that is then run.
 _METHODS = ("method", "on")
 
@@ -28,19 +31,20 @@ def consequences(given: Mapping[str, Any], folder: Path | None = None) -> dict[s
     for name in _METHODS:
         value = given.get(name)
         if isinstance(value, str) and value.endswith(".py"):
-            found[name] = f"run the Python file {shortened(value)} ({name})"
+            found[name] = f"run the Python file {shortened(value, _LONGEST)} ({name})"
     if given.get("trust_remote_code"):
         found["trust_remote_code"] = (
-            f"run the Python code that comes with the model {shortened(str(given.get('model')))} (trust_remote_code)"
+            f"run the Python code that comes with the model {shortened(str(given.get('model')), _LONGEST)}"
+            " (trust_remote_code)"
         )
     if given.get("unsafe_code"):
         found["unsafe_code"] = "run programs that the model writes without a sandbox (unsafe_code)"
     url = given.get("judge_url")
     if url and url != os.environ.get("OPENAI_BASE_URL"):
-        found["judge_url"] = f"send OPENAI_API_KEY to {shortened(str(url))} (judge_url)"
+        found["judge_url"] = f"send OPENAI_API_KEY to {shortened(str(url), _LONGEST)} (judge_url)"
     record = given.get("judgements")
     if record and not (folder and _is_inside(Path(str(record)), folder)):
-        found["judgements"] = f"write to the file {shortened(str(record))} (judgements)"
+        found["judgements"] = f"write to the file {shortened(str(record), _LONGEST)} (judgements)"
     return found
 
 
@@ -79,7 +83,7 @@ def refuse_untrusted_study(given: Mapping[str, Any], file: Path) -> None:
     if found:
         raise NALoRAError(
             str(file),
-            found=f"a study that would run {', '.join(map(shortened, found))}",
+            found=f"a study that would run {', '.join(shortened(each, _LONGEST) for each in found)}",
             expected="a study of your own, or one whose code you have read",
             fix="add --trust if you trust whoever wrote it",
         )
