@@ -226,3 +226,15 @@ def test_a_trained_adapter_names_a_base_that_loads(file, tmp_path):
     ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(base)("ab").input_ids])
     assert ids[0, 0] == BOS
     assert torch.isfinite(adapted(ids).logits).all()
+
+
+def test_a_copy_under_another_name_finds_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))
+    first, copy, other = (tmp_path / f"{name}.gguf" for name in ("first", "copy", "other"))
+    for file in (first, copy):
+        file.write_bytes(b"the same content")
+    other.write_bytes(b"another content!")
+    place = dequantised.place_of(first)
+    place.mkdir(parents=True)
+    assert dequantised.place_of(copy) == place
+    assert dequantised.place_of(other) != place

@@ -70,8 +70,10 @@ def dense_folder(gguf: Path) -> Path:
 
 
 def place_of(gguf: Path) -> Path:
-    """Where the dense copy is kept, whether it is there or not: its name tells the file's size and content."""
-    return cache_folder() / "gguf" / f"{gguf.stem[:80]}-{gguf.stat().st_size}-{digest_of_file(gguf)[:16]}"
+    """Where the dense copy of a file is kept: by its content, so that a copy under another name finds it too."""
+    cached, content = cache_folder() / "gguf", f"{gguf.stat().st_size}-{digest_of_file(gguf)[:16]}"
+    known = sorted(folder for folder in cached.glob(f"*-{content}") if folder.is_dir() and folder.name[0] != ".")
+    return known[0] if known else cached / f"{gguf.stem[:80]}-{content}"
 
 
 def gguf_config(gguf: Path) -> Any:
