@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import math
 import re
 from pathlib import Path
 
 import pytest
 import tiny
 import yaml
+from rich.console import Console
 
+from nalora.cli.runs import print_summaries
 from nalora.models import loading
 
 
@@ -161,3 +165,14 @@ def test_someone_else_s_run_needs_trust(run, recipe, tmp_path):
     assert not (tmp_path / "own.ran").exists()
     assert run("evaluate", folder, "--no-base", "--trust")[0] == 0
     assert (tmp_path / "own.ran").exists()
+
+
+def test_a_loss_that_is_not_finite_is_said_to_be():
+    """Weights that the last step ruined are finite numbers; what the model computes with them is not."""
+    screen = Console(file=io.StringIO(), width=200)
+    interval = [math.nan, math.nan]
+    ruined = {"task": "t", "measures": {}, "chance": {}, "examples": 1, "unfinished": 0}
+    for value in (math.nan, math.inf):
+        print_summaries(screen, {"adapted": ruined | {"target_loss": {"value": value, "bootstrap": interval}}})
+    print_summaries(screen, {"adapted": ruined | {"target_loss": {"value": 1.0, "bootstrap": [0.9, 1.1]}}})
+    assert screen.file.getvalue().count("adapted: the loss is not finite") == 2

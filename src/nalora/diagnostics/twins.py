@@ -79,7 +79,11 @@ def _give_same_ranks(model: nn.Module, folder: Path) -> None:
     import peft
 
     wrapped: Any = model
-    saved, present = peft.PeftConfig.from_pretrained(str(folder)), wrapped.peft_config[_ADAPTER]
+    try:
+        saved = peft.PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unusable(folder, error) from error
+    present = wrapped.peft_config[_ADAPTER]
     names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     if any(getattr(saved, name, None) != getattr(present, name, None) for name in names):
         wrapped.delete_adapter(_ADAPTER)

@@ -54,7 +54,7 @@ def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
         measured, config = _measure(folder)
         dora = "DoRA also rescales every column; only its s·B·A is measured here." if config.get("use_dora") else ""
         return measured, dora
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+    except (AttributeError, ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
         return None, f"The adapter cannot be read ({type(error).__name__}), so the size of its update is not known."
 
 

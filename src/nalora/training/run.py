@@ -60,8 +60,9 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:
         if resume and folder.result.is_file():
             refuse_diverged(folder, settings)
+            result = _read_result(folder)
             console.print(f"{folder.path} is already finished", highlight=False)
-            return _read_result(folder)
+            return result
         for line in claim.notices:
             console.print(line, highlight=False)
         task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
