@@ -75,6 +75,15 @@ def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_pa
     assert not (tmp_path / "store").exists()
 
 
+def test_a_dry_run_refuses_what_a_start_would_refuse(run, file, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "mine.txt").write_text("mine")
+    code, _, err = run("study", file, "--store", tmp_path / "store", "--dry-run")
+    assert code == 2
+    assert "--store" in err
+    assert [each.name for each in (tmp_path / "store").iterdir()] == ["mine.txt"]
+
+
 def has_processes(group):
     try:
         os.killpg(group, 0)

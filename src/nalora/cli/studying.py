@@ -52,6 +52,7 @@ def study(
     from nalora.studies import answer
     from nalora.studies.conduct import conduct, so_far
     from nalora.studies.signals import StoppedBySignal
+    from nalora.studies.store import Store
     from nalora.studies.study import read
 
     described = read(file)
@@ -59,6 +60,7 @@ def study(
     before = so_far(described, store)
     jobs = before.schedule.open_jobs(before.results, {} if retry_failed else before.failed)
     if dry_run:
+        Store(store).refuse_foreign()
         for job in jobs:
             screen.print(Text(f"{job.key}  {job.label}"))
         told = f"{before.total} runs in all, {len(jobs)} of them can start now, {len(described.arms)} arms"

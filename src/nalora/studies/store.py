@@ -73,10 +73,17 @@ class Store:
         Raises:
             NALoRAError: it holds files that nalora did not write.
         """
+        self.refuse_foreign()
+        marker.mark(self.root.resolve(), "store")
+
+    def refuse_foreign(self) -> None:
+        """Refuse a folder that is no store. Nothing is touched.
+
+        Raises:
+            NALoRAError: it holds files that nalora did not write.
+        """
         # A link to a larger disk is common, and nothing in a store is removed but by a run that is repeated there.
-        place = self.root.resolve()
-        marker.refuse_foreign(place, "store", option="--store", known=_is_of_0_1)
-        marker.mark(place, "store")
+        marker.refuse_foreign(self.root.resolve(), "store", option="--store", known=_is_of_0_1)
 
     def folder(self, name: str) -> RunFolder:
         """Where the run of that key is kept."""
