@@ -309,9 +309,9 @@ print(held)
 
 def test_writes_only_to_the_temporary_folder(tmp_path):
     program = f"""
-import os, sys
+import os, sys, tempfile
 open("here", "w").write("fine")
-assert open("here").read() == "fine" and os.path.samefile(".", "/tmp")
+assert open("here").read() == "fine" and os.path.samefile(".", tempfile.gettempdir())
 for folder in ({str(tmp_path)!r}, "/", "/usr", "/etc", "/dev", "/proc", "/root", "/home", sys.base_prefix):
     try:
         open(f"{{folder}}/written", "w")
@@ -359,8 +359,8 @@ for name, *arguments in (("setuid", 0), ("chroot", "/tmp"), ("nice", -5), ("mkno
 
 
 def test_runs_leave_nothing_for_the_next():
-    assert attempt("open('/tmp/left', 'x')").passed
-    assert attempt("open('/tmp/left', 'x')").passed
+    for _ in range(2):  # not by a path below /tmp, where the interpreter itself may be
+        assert attempt("import tempfile\nopen(tempfile.gettempdir() + '/left', 'x')").passed
 
 
 def test_processes_are_limited():

@@ -6,8 +6,8 @@ Their cost is bounded: all of them together take at most 5 % of the time, so a l
 
 from __future__ import annotations
 
-import logging
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ SHARE_OF_TIME = 0.05
 _EXPECTED_SPEED = 500e6
 _WEIGHTS_AND_ADAMS_MOMENTS = 3
 
-_log = logging.getLogger("nalora")
+
+def _say(line: str) -> None:
+    """Not a log record: the command line switches the loggers of all libraries off."""
+    print(f"nalora: {line}", file=sys.stderr, flush=True)
 
 
 class SaveTimes(TrainerCallback):  # type: ignore[misc]
@@ -104,14 +107,14 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
         """Whether the name is free; a folder of that name that nalora did not write stays as it is."""
         free = checkpoints.is_free(self._checkpoint(step))
         if not free:
-            _log.warning("nalora: no checkpoint at step %d: %s is not nalora's", step, self._checkpoint(step))
+            _say(f"no checkpoint at step {step}: {self._checkpoint(step)} is not nalora's")
         return free
 
     def _has_room(self, size: float) -> bool:
         """Whether the disk has room: a checkpoint that nobody asked for must not end the run."""
         enough = shutil.disk_usage(self.folder.path).free > 1.2 * size + 2**26
         if not enough and not self._told_of_room:
-            _log.warning("nalora: no checkpoints for now: %s has no room for %.1f GiB", self.folder.path, size / 2**30)
+            _say(f"no checkpoints for now: {self.folder.path} has no room for {size / 2**30:.1f} GiB")
         self._told_of_room = not enough
         return enough
 
