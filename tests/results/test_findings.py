@@ -17,7 +17,7 @@ from nalora.studies.study import read
 
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "results" / "store"
-STUDIES = sorted(path.stem for path in STORE.glob("*.json"))
+STUDIES = sorted(path.stem for path in STORE.glob("[!.]*.json"))
 
 
 @pytest.fixture(autouse=True)
