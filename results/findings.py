@@ -91,7 +91,7 @@ def _accuracy(part: dict[str, Any], arm: str) -> str:
 def controls(store: Path) -> list[str]:
     """Every arm beside the controls that its study names, in test loss."""
     lines = ["| | beside | difference, 95 % interval | verdict |", "|---|---|---|---|"]
-    for file in sorted(store.glob("*.json")):
+    for file in sorted(store.glob("[!.]*.json")):
         for part in json.loads(file.read_text(encoding="utf-8")):
             for each in part["controls"].get(LOSS, []):
                 cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
