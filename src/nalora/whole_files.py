@@ -31,8 +31,7 @@ def created_here(path: Path) -> bool:
 
 def write(path: Path, content: bytes | str) -> None:
     """Write a file; a kill, or a disk that is full, leaves the one that was there before."""
-    if not os.path.lexists(path):
-        note_created(path)
+    is_new = not os.path.lexists(path)
     partial, descriptor = _new_file_beside(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -40,6 +39,8 @@ def write(path: Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        if is_new:
+            note_created(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -126,7 +126,7 @@ def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
         rows.add_row(who, "", f"{value:.4f}", "", str(first["examples"]))
     screen.print(rows)
     for who, summary in summaries.items():
-        if (loss := summary["target_loss"]) and not math.isfinite(math.nan if loss["value"] is None else loss["value"]):
+        if (loss := summary["target_loss"]) and not math.isfinite(loss["value"]):
             screen.print(
                 f"{who}: the loss is not finite: the model's numbers overflow, as after training that diverged in its"
                 " last step; train again with a lower learning_rate",
