@@ -207,11 +207,16 @@ def _measure(files: list[str], test: str, kept: Path) -> int:
     lines = {
         file: {str(line): tests for line, tests in data.contexts_by_lineno(str(ROOT / file)).items()} for file in files
     }
-    own = ("nalora", "test_", "conftest", "__main__", "mutant", *(path.stem for path in (ROOT / "tests").rglob("*.py")))
-    imports = [name for name in sys.modules if not name.startswith(own)]
+    imports = [name for name, module in sys.modules.items() if not _is_own(name, module)]
     if code in (0, 5):  # 5: all of its tests are slow
         kept.write_text(json.dumps([lines, dict(timed.seconds), imports]))
     os._exit(0 if code == 5 else int(code))
+
+
+def _is_own(name: str, module: ModuleType) -> bool:
+    """Whether it is of this repository; none of it may be imported before a mutant is in its place."""
+    places = tuple(str(ROOT / folder) + os.sep for folder in ("src", "tests", "benchmarks"))
+    return name == "__main__" or (getattr(module, "__file__", None) or "").startswith(places)
 
 
 def _import_all(names: list[str]) -> None:
@@ -226,6 +231,8 @@ def _import_all(names: list[str]) -> None:
     os.dup2(kept, 2)
     os.close(devnull)
     os.close(kept)
+    if any(name.partition(".")[0] == "nalora" for name in sys.modules):
+        raise SystemExit("a module that the tests import imports nalora, so that no mutant would be noticed")
     import torch
 
     torch.set_num_threads(1)
