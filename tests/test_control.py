@@ -10,7 +10,8 @@ from torch.optim import SGD
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.control import Control, multiply_gradients, multiply_updates, snapshot
+from nalora.control import BlockFactors, Control, multiply_gradients, multiply_updates, snapshot
+from nalora.decision import BlockGroup, Decision
 
 
 def one_step(model, inputs, controlled, apply_to="gradient", **settings):
@@ -225,3 +226,37 @@ def test_each_parameter_keeps_its_own_factor_where_another_one_does_not_learn():
     multiply_updates([control], before)
     assert still.tolist() == [[1.0, 1.0]] * 2
     assert moving.tolist() == [[4.0, 4.0]] * 2
+
+
+def test_a_group_whose_mask_is_off_multiplies_all_rows_by_the_gates_scale():
+    decided = Decision(
+        mask=torch.tensor([[0.5, 0.25]]),
+        scales=torch.tensor([[1.5, 1.25, 0.75]]),
+        valid=torch.tensor([True]),
+        shares=torch.zeros(1, 3),
+        score=torch.zeros(1),
+    )
+
+    def rows(**acts):
+        group = BlockGroup(["block"], 2, torch.float32, torch.device("cpu"), **acts)
+        return BlockFactors.of(group, decided, preserve_mean=False).rows.tolist()
+
+    assert rows(mask_acts=False, scaling_acts=True) == [[1.5, 1.5]]
+    assert rows(mask_acts=True, scaling_acts=False) == [[0.5, 0.25]]
+    assert rows(mask_acts=False, scaling_acts=False) == [[1.0, 1.0]]
+
+
+def test_parameters_that_do_not_learn_do_not_keep_later_ones_from_moving():
+    frozen, moving = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(3))
+    controls = [Control([frozen], torch.tensor([[0.5]])), Control([moving], torch.tensor([[0.5]]))]
+    before = snapshot(controls)
+    moving.data += 1
+    multiply_updates(controls, before)
+    assert (frozen.tolist(), moving.tolist()) == ([1.0] * 2, [1.5] * 3)
+
+
+def test_float64_parameters_take_float32_factors():
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 3.0], dtype=torch.float64))
+    old = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    multiply_updates([Control([parameter], torch.tensor([[0.5]]))], {parameter: old})
+    assert parameter.tolist() == [0.5, 2.0]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from nalora import NALoRAConfig, equations
 from nalora.decision import BlockGroup, Decision
@@ -199,3 +203,28 @@ def test_shuffled_scores_are_the_same_scores_in_other_places_by_seed_and_name():
     assert not torch.equal(one[0], one[1]), "each block has its own order"
     assert torch.equal(mask_of(["b", "a"], 0).flip(0), one), "by its name, not by its place"
     assert not torch.equal(mask_of(["a", "b"], 1), one)
+
+
+def test_ranks_decide_by_the_tokens_of_their_group_and_not_by_those_of_all_processes(tmp_path):
+    """Two ranks with half of the tokens each are one rank with all of them, each in a thread of this process."""
+    sums = {0: ([4.0, 3.0, 2.0, 1.0], [1, 2, 3], 6), 1: ([1.0, 1.0, 5.0, 1.0], [4, 0, 2], 3)}
+    together = filled([[5.0, 4.0, 7.0, 2.0]], [[5, 2, 5]], [9]).decide(NALoRAConfig(start="first"))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'alone'}", rank=0, world_size=1)
+    store, decided = dist.HashStore(), {}
+
+    def decide(rank):
+        ranks = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        sensitivity, regimes, tokens = sums[rank]
+        decided[rank] = filled([sensitivity], [regimes], [tokens]).decide(NALoRAConfig(start="first"), ranks)
+
+    try:
+        threads = [threading.Thread(target=decide, args=(rank,)) for rank in sums]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        dist.destroy_process_group()
+    for rank in sums:
+        for name, expected in together._asdict().items():
+            assert torch.equal(getattr(decided[rank], name), expected), (rank, name)

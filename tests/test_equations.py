@@ -355,3 +355,32 @@ def test_the_regime_score_is_clamped_at_both_ends():
     shares = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.1, 0.9], [0.2, 0.5, 0.3]], dtype=torch.float64)
     assert eq.regime_score(shares, 1.0).tolist() == pytest.approx([0.0, 0.0, 0.2])
     assert eq.regime_score(shares, -3.0).tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_the_bound_is_in_the_euclidean_norm_unless_told_otherwise():
+    z, u, z_lora, u_lora = (randn(4, 6, seed=seed) for seed in range(4))
+    functions = {"phi": SILU.phi, "selection": SILU.selection}
+    assert torch.equal(
+        eq.mismatch_bound(z, u, z_lora, u_lora, **functions),
+        eq.mismatch_bound(z, u, z_lora, u_lora, p=2.0, **functions),
+    )
+
+
+def test_kappa_with_the_papers_epsilon_has_its_poles_where_phi_is_minus_epsilon():
+    epsilon = 1e-6
+    z = torch.tensor([-2.000002e-6, -16.6], dtype=torch.float64)
+    assert (eq.kappa(z, SILU.phi(z), SILU.derivative(z), epsilon).abs() > 1e2).all()
+    assert (eq.kappa(z, SILU.phi(z), SILU.derivative(z)).abs() < 20).all()
+
+
+def test_a_score_may_be_asked_for_any_number_of_blocks_at_once():
+    one = eq.channel_score(torch.tensor([2.0, 4.0]), torch.tensor(2))
+    several = eq.channel_score(torch.tensor([[[2.0, 4.0]] * 3] * 2), torch.full((2, 3), 2))
+    assert one.tolist() == [1.0, 2.0]
+    assert several.tolist() == [[[1.0, 2.0]] * 3] * 2
+
+
+def test_shares_are_in_the_precision_that_is_asked_for():
+    shares = eq.regime_shares(torch.tensor([[1, 1, 1]]), torch.float64)
+    assert shares.dtype == torch.float64
+    assert shares.tolist() == [[1 / 3] * 3]

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nalora.studies import comparison
-from nalora.studies.comparison import bootstrap_interval, compare, holm, seeds_to_decide, sentence, student_interval
+from nalora.studies.comparison import (
+    bootstrap_interval,
+    compare,
+    compare_pairs,
+    deviation,
+    holm,
+    resolution,
+    seeds_to_decide,
+    sentence,
+    student_interval,
+)
 
 METHODS = [f"method {i}" for i in range(10)]
 
@@ -188,3 +198,30 @@ def test_holm_is_between_the_p_value_and_bonferroni(p_values):
 
 def test_intervals_are_the_same_for_the_same_values():
     assert bootstrap_interval([1.0, 2.0, 4.0]) == bootstrap_interval([1.0, 2.0, 4.0])
+
+
+def test_the_level_is_the_callers():
+    values = {"lora": {0: 1.0, 1: 1.1, 2: 0.9}, "other": {0: 0.8, 1: 1.0, 2: 0.6}}
+    (usual,) = compare(values, "lora", higher_is_better=False)
+    (loose,) = compare(values, "lora", higher_is_better=False, alpha=0.5)
+    assert (usual.verdict, loose.verdict) == ("not distinguishable", "better")
+    assert loose.interval.high < usual.interval.high
+
+
+def test_comparisons_that_were_planned_and_failed_count():
+    values = {"lora": {0: 1.0, 1: 1.1, 2: 0.9}, "other": {0: 0.5, 1: 0.61, 2: 0.39}}
+    (alone,) = compare_pairs(values, [("other", "lora")], higher_is_better=False)
+    (planned,) = compare_pairs(values, [("other", "lora")], higher_is_better=False, planned=5)
+    assert planned.adjusted_p == pytest.approx(5 * alone.adjusted_p)
+
+
+def test_the_finest_step_is_the_smallest_difference_above_rounding():
+    assert resolution({}) == resolution({"lora": {}}) == resolution({"lora": {0: 0.7, 1: 0.7}}) == 0.0
+    assert resolution({"lora": {0: 0.5, 1: 0.75}, "other": {0: 0.625}}) == 0.125
+    assert resolution({"lora": {0: 1e10, 1: 1e10 + 1, 2: 1e10 + 100}}) == 99.0
+
+
+def test_equal_differences_are_as_uncertain_as_the_finest_step():
+    assert deviation([1.0, 3.0], finest=100.0) == pytest.approx(math.sqrt(2))
+    assert deviation([0.5, 0.5, 0.5]) == 0.0
+    assert deviation([0.0, 0.0], finest=1.0) == deviation([0.5, 0.5], finest=1.0) == pytest.approx(1 / math.sqrt(12))
