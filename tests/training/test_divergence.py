@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -139,6 +140,34 @@ def test_the_last_steps_are_not_saved_as_an_adapter(settings, monkeypatch):
     assert folder.latest_checkpoint().name == f"checkpoint-{STEPS - 1}"
 
 
+@pytest.mark.parametrize("method", ["lora", "na-lora"])
+def test_a_last_update_to_huge_weights_is_noticed_by_one_more_forward_pass(settings, monkeypatch, method):
+    """Every weight is finite, every loss was: only the next pass would show it."""
+    passes = []
+
+    class Ruin(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **_):
+            model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+
+        def on_step_end(self, args, state, control, model, **_):
+            if self.ruins and state.global_step == STEPS:
+                for parameter in model.parameters():
+                    parameter.data.fill_(1e30 if parameter.requires_grad else parameter.data.mean())
+
+    ruin = Ruin()
+    make = module.make_trainer
+    monkeypatch.setattr(module, "make_trainer", lambda *a: (t := make(*a)).add_callback(ruin) or t)
+    ruin.ruins = False
+    train(check(settings | {"method": method, "output": settings["output"] + "-good"}))
+    assert passes == [True] * 2 * STEPS + [False]
+    ruin.ruins = True
+    with pytest.raises(Diverged) as raised:
+        train(check(settings | {"method": method}))
+    assert raised.value.step == STEPS
+    assert f"the last good checkpoint is {settings['output']}/checkpoints/checkpoint-{STEPS - 1}" in str(raised.value)
+    assert not RunFolder(settings["output"]).adapter.exists()
+
+
 def test_what_every_command_says_of_it_afterwards(settings, monkeypatch, tmp_path):
     poison(monkeypatch, range(6, 99))
     with pytest.raises(Diverged):
@@ -185,8 +214,17 @@ class _Trainer:
     def __init__(self, device):
         self.model = torch.nn.Linear(2, 2).to(device)
 
-    def training_step(self, loss):
+    def training_step(self, model, loss, num_items_in_batch=None):
         return loss
+
+    def compute_loss(self, model, loss, num_items_in_batch=None):
+        return loss
+
+    def compute_loss_context_manager(self):
+        return contextlib.nullcontext()
+
+    def _prepare_inputs(self, inputs):
+        return inputs
 
     def _get_grad_norm(self, norm):
         return norm
@@ -205,7 +243,7 @@ def watched(steps, device="cpu"):
     control = type("Control", (), {"should_training_stop": False, "should_log": False})()
     for number, (losses, norm, skipped) in enumerate(steps, 1):
         for loss in losses:
-            trainer.training_step(torch.tensor(loss, device=device))
+            trainer.training_step(trainer.model, torch.tensor(loss, device=device))
         trainer._get_grad_norm(torch.tensor(norm, device=device))
         trainer.accelerator.optimizer_step_was_skipped = skipped
         trainer.state.global_step = number

@@ -62,6 +62,8 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         self._loss: Tensor | None = None
         self._norm: Tensor | float | None = None
         self._skipped = 0
+        # Model, batch and label count of the last forward pass.
+        self._pass: tuple[Any, Any, Any] | None = None
         # On the device: (how many steps in a row were not finite, the first of them).
         self._row: Tensor | None = None
         self._on_its_way: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -69,7 +71,7 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
     def install(self, trainer: Any) -> None:
         """Follow a trainer; last of all that changes its `training_step`, so that the whole loss is seen."""
         self.trainer = trainer
-        follow(trainer, "training_step", result=self._add_loss)
+        follow(trainer, "training_step", before=self._take_pass, result=self._add_loss)
         follow(trainer, "_get_grad_norm", result=self._take_norm)
         follow(trainer, "_maybe_log_save_evaluate", before=self._save_only_what_is_finite, after=self._start_sum_anew)
         trainer.add_callback(self)
@@ -82,9 +84,13 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         return control
 
     def conclude(self) -> int | None:
-        """After the last step: the step of a divergence that no later step was there to show, too."""
+        """After the last step: the step of a divergence, also of one that only a later step would have shown.
+
+        Weights can be finite and still too large for any forward pass, so the last batch is passed through the model
+        once more, without gradients.
+        """
         self._read()
-        if self.step is None and not finite_parameters(self.trainer.model):
+        if self.step is None and not (finite_parameters(self.trainer.model) and self._finite_last_pass()):
             count, first = self._row.tolist() if self._row is not None else (0, 0)
             self.step = first if count else self.trainer.state.global_step
         return self.step
@@ -93,6 +99,23 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         """Whether the step just done, and the parameters after it, are finite. Waits for the device."""
         row = self._row
         return (row is None or not int(row[0])) and finite_parameters(self.trainer.model)
+
+    def _take_pass(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> None:
+        self._pass = (model, inputs, num_items_in_batch)
+
+    @torch.no_grad()
+    def _finite_last_pass(self) -> bool:
+        """Whether the loss of the last batch is finite with the weights after the last update, on all processes.
+
+        The model stays in training mode: its kernels, and so its memory, are those of the steps before.
+        """
+        if self._pass is None:  # no step was trained, on any process
+            return True
+        model, inputs, labels = self._pass
+        self._pass = None
+        with self.trainer.compute_loss_context_manager():
+            loss = self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs), num_items_in_batch=labels)
+        return not processes.any_of(not bool(torch.isfinite(loss).all()), loss.device)
 
     def _add_loss(self, loss: Tensor) -> None:
         self._loss = loss if self._loss is None else self._loss + loss

@@ -177,7 +177,7 @@ def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, m
 
 def _diverged(settings: RunSettings, folder: RunFolder, result: dict[str, Any], step: int) -> Diverged:
     """Write a result that says so, without an adapter; what to raise."""
-    error = Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint())
+    error = Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint(before=step))
     if is_first_process():
         folder.finish({**result, "train_loss": None, "diverged": True, "diverged_step": step, "message": str(error)})
     return error

@@ -108,4 +108,4 @@ def refuse_diverged(folder: RunFolder, settings: RunSettings) -> None:
 
     step = diverged_step(folder)
     if step is not None:
-        raise Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint())
+        raise Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint(before=step))
