@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -57,6 +58,26 @@ def test_a_start_that_fails_leaves_nothing(folder, error):
         start(folder, get_as_far_as_the_first_step)
     assert not folder.path.exists()
     start(folder, lambda: None, rank=4)
+    assert folder.settings.is_file()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_before_the_first_step_leaves_nothing(folder, name):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        start(folder, lambda: os.kill(os.getpid(), number))
+    assert ended.value.code == 128 + number
+    assert not folder.path.exists()
+    assert signal.getsignal(number) == before
+
+
+def test_an_ignored_signal_stays_ignored(folder):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        start(folder, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert folder.settings.is_file()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import nalora
 from nalora.studies import study
-from nalora.training.settings import check, read
+from nalora.training.settings import check, key_values, read
 
 GOOD = {"model": "smollm2-135m", "task": "gsm8k"}
 
@@ -163,3 +163,9 @@ def test_removing_a_setting_that_no_run_has_is_refused(tmp_path, key):
     with pytest.raises(nalora.NALoRAError, match=f"{key}=: found no such setting"):
         read(file, [f"{key}="])
     assert read(file, ["max_length=", "steps="]).settings.max_length == 1024
+
+
+@pytest.mark.parametrize("arguments", [["steps=3", "steps=4"], ["steps=3", "rank=4", "steps=3"], ["steps=", "steps=4"]])
+def test_a_setting_that_is_given_twice_is_refused(arguments):
+    with pytest.raises(nalora.NALoRAError, match=f"{arguments[-1]}: found steps given twice"):
+        key_values(arguments)

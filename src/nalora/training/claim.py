@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 from nalora import processes, whole_files
 from nalora.errors import NALoRAError
@@ -17,6 +20,9 @@ from nalora.training.folder import RunFolder, read_jsonl
 from nalora.training.lock import FolderLock
 from nalora.training.output import refuse_unusable
 from nalora.training.settings import Run
+
+# By default both end the process at once, with the lock and the files of the start left in place. Windows has no SIGHUP.
+_DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Claim(NamedTuple):
@@ -37,15 +43,40 @@ class Claim(NamedTuple):
 def claimed(folder: RunFolder, run: Run, *, resume: bool, device: str, take_over: bool = False) -> Iterator[Claim]:
     """The folder, the run's own and locked until the end.
 
-    A start that fails before its first step, by a wrong layer's name or too large a batch, leaves a folder in which
-    the corrected run may start: what this process created is removed, and nothing else. A resumed run keeps its files.
+    A start that fails before its first step, by a wrong layer's name, too large a batch or SIGTERM, leaves a folder in
+    which the corrected run may start: what this process created is removed, and nothing else. A resumed run keeps its
+    files.
 
     Raises:
         NALoRAError: the folder is not nalora's, another run's or in use, or not every process can see it.
     """
-    with contextlib.ExitStack() as held:
+    with _signals_exit(), contextlib.ExitStack() as held:
         claim = _open_together(folder, run, resume, device, take_over, held)
         yield claim
+
+
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that what holds the folder is cleaned up on the way out.
+
+    Only in the process that holds the lock: another one, waiting for it inside a collective, would not notice.
+    A signal that is ignored, as SIGHUP under nohup, or that the program handles itself keeps its meaning.
+    """
+    replaced = []
+    if is_first_process() and threading.current_thread() is threading.main_thread():
+        replaced = [number for number in _DEADLY if signal.getsignal(number) == signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            if signal.getsignal(number) is _exit:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)  # what a shell reports for a process that the signal ended
 
 
 def step_of(checkpoint: Path | None) -> int:

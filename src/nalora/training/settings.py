@@ -168,7 +168,7 @@ def key_values(arguments: Sequence[str]) -> dict[str, Any]:
     """``key=value`` arguments of the command line, their values read as YAML; `Removed` for ``key=``.
 
     Raises:
-        NALoRAError: an argument without =, or a value that is no YAML.
+        NALoRAError: an argument without =, a value that is no YAML, or a key that is given twice.
     """
     found: dict[str, Any] = {}
     for argument in arguments:
@@ -177,6 +177,10 @@ def key_values(arguments: Sequence[str]) -> dict[str, Any]:
             what = "no name before =" if separator else "no ="
             fix = f"write {shortened(argument or 'key')}=VALUE" if not separator else "write the setting's name first"
             raise NALoRAError(shortened(argument), found=what, expected="key=value", fix=fix)
+        if key in found:
+            raise NALoRAError(
+                shortened(argument), found=f"{shortened(key)} given twice", expected="once", fix="keep one of them"
+            )
         found[key] = yaml_files.value(value, shortened(argument)) if value else Removed
     return found
 
