@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nalora.errors import NALoRAError
@@ -115,3 +116,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     for (device, _), parts in by_kind.items():
         torch._foreach_mul_(parts, factor.to(device))
     return total
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 keeps after a forward pass, for a backward pass that does not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from nalora import processes
 from nalora.errors import NALoRAError
 from nalora.following import follow
-from nalora.sharding import local
+from nalora.sharding import local, reshard
 from nalora.training.settings import RunSettings
 
 # Optimizer steps in a row whose loss or gradient norm is not finite. One such step can pass, three do not.
@@ -115,6 +115,7 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         self._pass = None
         with self.trainer.compute_loss_context_manager():
             loss = self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs), num_items_in_batch=labels)
+        reshard(model)
         return not processes.any_of(not bool(torch.isfinite(loss).all()), loss.device)
 
     def _add_loss(self, loss: Tensor) -> None:
