@@ -21,7 +21,7 @@ from nalora.training.lock import FolderLock
 from nalora.training.output import refuse_unusable
 from nalora.training.settings import Run
 
-# By default both end the process at once, with the lock and the files of the start left in place. Windows has no SIGHUP.
+# By default they end the process at once and leave the lock and the files of the start. Windows has no SIGHUP.
 _DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -92,6 +92,8 @@ def _open_together(
     if is_first_process():
         try:
             if os.path.lexists(folder.path):  # before a file is created in it to try whether that works
+                if marker.is_marked(folder.path, "run"):
+                    FolderLock(folder.path, take_over=take_over).refuse_a_living_owner()
                 folder.refuse(run.to_dict(), resume=resume)
             refuse_unusable(folder.path, "give another output=, or the right to write there")
             claim = _open(folder, run, resume, take_over, held)

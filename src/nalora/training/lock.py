@@ -79,13 +79,13 @@ class FolderLock:
             NALoRAError: another process is.
         """
         with _one_decides(self.folder / MARKER) as exclusive:
-            self._refuse_a_living_owner()
+            self.refuse_a_living_owner()
             self._write()
         if not exclusive:
             time.sleep(_SETTLE_S)
             if (owner := _read(self.path)) is None or owner.token != self._me.token:
                 self._close()
-                self._refuse_a_living_owner()
+                self.refuse_a_living_owner()
         threading.Thread(target=self._beat, name="nalora-heartbeat", daemon=True).start()
 
     def release(self) -> None:
@@ -115,7 +115,12 @@ class FolderLock:
                 fix="leave the folder to that process; this one has stopped writing",
             )
 
-    def _refuse_a_living_owner(self) -> None:
+    def refuse_a_living_owner(self) -> None:
+        """Refuse a folder that another process holds. Nothing is touched.
+
+        Raises:
+            NALoRAError: it names the process.
+        """
         owner = _read(self.path)
         if owner is None and not self.path.exists():
             return
