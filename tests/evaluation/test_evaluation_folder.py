@@ -37,3 +37,26 @@ def test_a_row_of_another_form_is_refused_by_file_and_line(tmp_path, row):
     with pytest.raises(nalora.NALoRAError, match="scores.jsonl, line 2"):
         Records(file)
     assert row in file.read_text()
+
+
+def refused(folder, write=lambda: None):
+    def fail():
+        write()
+        raise RuntimeError("as asked")
+
+    with pytest.raises(RuntimeError), claimed_folder(folder):
+        fail()
+
+
+def test_a_refusal_leaves_no_folder_with_only_the_marker(tmp_path):
+    folder = tmp_path / "evaluation"
+    refused(folder)
+    assert not folder.exists()
+    folder.mkdir()
+    refused(folder)
+    assert list(folder.iterdir()) == []
+    refused(folder, (folder / "outputs.jsonl").touch)
+    assert {entry.name for entry in folder.iterdir()} == {marker.MARKER, "outputs.jsonl"}
+    (folder / "outputs.jsonl").unlink()
+    refused(folder)  # the marker is an earlier process's
+    assert {entry.name for entry in folder.iterdir()} == {marker.MARKER}

@@ -23,10 +23,24 @@ def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
         NALoRAError: it holds files that nalora did not write, or another process writes into it.
     """
     refuse_foreign(folder)
-    marker.mark(folder, "evaluation")
-    # Answers of one process are lines of the same files as another's would be.
-    with FolderLock(folder, take_over=take_over):
-        yield
+    made = marker.mark(folder, "evaluation")
+    try:
+        # Answers of one process are lines of the same files as another's would be.
+        with FolderLock(folder, take_over=take_over):
+            yield
+    except BaseException:
+        _remove_if_nothing_was_written(folder, made)
+        raise
+
+
+def _remove_if_nothing_was_written(folder: Path, made: marker.Made) -> None:
+    """Remove the marker and the folder that this process made, where they are all there is: as after a refusal."""
+    if not made.marker or [entry.name for entry in folder.iterdir()] != [marker.MARKER]:
+        return
+    (folder / marker.MARKER).unlink(missing_ok=True)
+    if made.folder:
+        with contextlib.suppress(OSError):  # somebody put a file there meanwhile
+            folder.rmdir()
 
 
 def refuse_foreign(folder: Path) -> None:
