@@ -65,6 +65,13 @@ def did_you_mean(given: str, known: Iterable[str], otherwise: str, *, most: int 
     return f"{_SUGGESTION}{' or '.join(close)}?" if close else otherwise
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; where that is a heading that ends in a colon, with the line below it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:end])
+
+
 def shortened(found: object, most: int = 80) -> str:
     """A text as it is, anything else as Python writes it; cut where a sentence could no longer be read."""
     text = found if isinstance(found, str) else repr(found)

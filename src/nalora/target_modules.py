@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, did_you_mean, first_line
 from nalora.moe_targets import rewritten_names
 
 
@@ -100,5 +100,5 @@ def _without(names: list[str], but: set[str]) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error says first, without its full stop."""
-    return re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
+    """What an error says first, without its full stop; of a heading that ends in a colon, the line below it, too."""
+    return re.split(r"\.\s", first_line(error))[0].rstrip(".:") or type(error).__name__
