@@ -48,12 +48,22 @@ def test_an_encoder_decoder(tmp_path):
     ("name", "said"),
     [
         ("nobody/nothing-here", "smollm2-135m, which needs no network"),
+        ("nobody/nothing-here", "no folder of that name and, from the hub, OSError"),
         ("no/such/file.gguf", "no such file"),
     ],
 )
 def test_what_is_not_there(name, said):
     with pytest.raises(nalora.NALoRAError, match=said):
         load(ModelSpec(name, device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["./mm", "../mm", "models/mm", "a/b/c", "/no/such/model", "~/no-such-model"])
+def test_a_path_that_does_not_exist_is_no_hub_id(name, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(nalora.NALoRAError, match="no such folder") as raised:
+        load(ModelSpec(name, device="cpu"))
+    assert "network" not in str(raised.value)
 
 
 def test_a_folder_that_is_no_model(tmp_path):

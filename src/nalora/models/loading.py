@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, first_line
 from nalora.models import dequantised, smollm2
 from nalora.models.attention_names import refuse_unusable_attention
 from nalora.models.kinds import refuse_unless_it_writes
@@ -171,9 +171,24 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
             )
         # Whole, since the adapter names it as its base model and is loaded from any folder.
         return str(path.absolute()), extra
+    if _is_path(spec.name):
+        raise NALoRAError(
+            f"model {spec.name!r}",
+            found="a file" if path.exists() else "no such folder",
+            expected="the folder of a model saved by transformers, a GGUF file, or a hub id",
+            fix="check the path; a relative one starts at the current folder",
+        )
     if spec.revision:
         extra["revision"] = spec.revision
     return spec.name, extra
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is no hub id, which is NAME or OWNER/NAME, or starts with the name of a folder that is here."""
+    parts = Path(name).parts
+    looks_like_one = name.startswith((".", "~")) or Path(name).is_absolute() or len(parts) > 2 or "\\" in name
+    path = Path(name).expanduser()
+    return looks_like_one or path.exists() or (len(parts) == 2 and Path(parts[0]).is_dir())
 
 
 def _auto_class(kind: Kind) -> Any:
@@ -214,13 +229,14 @@ def _quantisation(spec: ModelSpec) -> Any:
 
 
 def _not_loaded(spec: ModelSpec, error: Exception) -> NALoRAError:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+    line = first_line(error)
+    reason = f"{type(error).__name__}: {line}" if line else type(error).__name__
     if "trust_remote_code" in str(error):
         fix = "read that code, and if you trust it set trust_remote_code: true"
     elif Path(spec.name).expanduser().exists():
         fix = "check that the folder holds a whole model of this kind"
     else:
+        reason = f"no folder of that name and, from the hub, {reason}"
         fix = (
             "check the name and the network (`hf auth login` for gated models), give a local folder, or use"
             f" {', '.join(NAMED)}, which needs no network ({NAMED['smollm2-135m'][1]})"
