@@ -100,6 +100,11 @@ def test_an_unknown_task_or_method_is_the_one_problem():
         ({"learning_rate": ".inf"}, "learning_rate: '.inf', expected a number"),
         ({"learning_rate": float("inf")}, "learning_rate: inf, expected a number"),
         ({"target_modules": []}, "target_modules: an empty list, expected names of layers (or all-linear)"),
+        (
+            {"target_modules": "q_proj, v_proj"},
+            "target_modules: 'q_proj, v_proj', expected a list of names: [q_proj, v_proj]"
+            " (on the command line 'target_modules=[q_proj,v_proj]')",
+        ),
         ({"limit": "all"}, "limit: 'all', expected a whole number or nothing"),
         ({7: 1}, "7: expected the name of a setting"),
     ],
@@ -169,3 +174,15 @@ def test_removing_a_setting_that_no_run_has_is_refused(tmp_path, key):
 def test_a_setting_that_is_given_twice_is_refused(arguments):
     with pytest.raises(nalora.NALoRAError, match=f"{arguments[-1]}: found steps given twice"):
         key_values(arguments)
+
+
+@pytest.mark.parametrize("pattern", ["all-linear", r".*\.(q|v)_proj", r"layers\.[0-9]{1,2}\..*_proj"])
+def test_a_pattern_of_target_modules_is_no_list(pattern):
+    assert check({**GOOD, "target_modules": pattern}).settings.target_modules == pattern
+
+
+def test_a_setting_that_takes_other_values_is_not_suggested():
+    given = {"model": "smollm2-135m", "task": "gym/chain_sum"}
+    assert problems({**given, "setting": 3}) == "run: setting: no such setting"
+    assert problems({**given, "seeting": {"max_terms": 3}}).endswith("(did you mean settings?)")
+    assert problems({**given, "seeds": 3}).endswith("(did you mean seed?)")

@@ -24,7 +24,7 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
         hint: the setting's type.
         problems: gets a sentence where the value is not of it.
     """
-    choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    choices = _choices(hint)
     if value is None and type(None) in choices:
         return None
     for choice in choices:
@@ -44,7 +44,7 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             items = [converted(key, item, kind, inside) for item in value]
             if not inside:
                 return items
-        if (choice is dict or typing.get_origin(choice) in (dict, Mapping)) and isinstance(value, dict):
+        if _is_of_pairs(choice) and isinstance(value, dict):
             return value
         if choice is Any:
             return value
@@ -53,6 +53,19 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
         expected += f" of at most {_MOST}"
     problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
     return value
+
+
+def takes_pairs(hint: Any) -> bool:
+    """Whether a setting of this type takes `key: value` pairs."""
+    return any(_is_of_pairs(choice) for choice in _choices(hint))
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _is_of_pairs(choice: Any) -> bool:
+    return choice is dict or typing.get_origin(choice) in (dict, Mapping)
 
 
 def _number(value: Any) -> float | None:
@@ -71,7 +84,7 @@ def _in_words(choice: Any) -> str:
         bool: "true or false", int: "a whole number", float: "a number", str: "a text",
         Path: "a path", type(None): "nothing",
     }  # fmt: skip
-    if typing.get_origin(choice) in (dict, Mapping) or choice is dict:
+    if _is_of_pairs(choice):
         return "`key: value` pairs"
     kind = {int: "whole numbers", float: "numbers"}.get(next(iter(typing.get_args(choice)), str), "names")
     return words.get(choice, f"a list of {kind}")

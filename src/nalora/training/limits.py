@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from nalora.errors import noted, shortened
 from nalora.methods import optimizers
 from nalora.training import loggers
 
+# No regular expression, which PEFT takes, too: names of layers alone.
+_NAMES_WITH_COMMAS = re.compile(r"[\w.-]+(\s*,\s*[\w.-]+)+")
 # Limits that a type does not say: (setting, holds, what is expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
@@ -54,6 +57,13 @@ def problems_of_values(values: Mapping[str, Any]) -> list[str]:
             loggers.refuse_unknown(report_to)
     if values.get("target_modules") == []:
         problems.append("target_modules: an empty list, expected names of layers (or all-linear)")
+    modules = values.get("target_modules")
+    if isinstance(modules, str) and _NAMES_WITH_COMMAS.fullmatch(modules):
+        names = ", ".join(name.strip() for name in modules.split(","))
+        problems.append(
+            f"target_modules: {shortened(repr(modules))}, expected a list of names: [{names}]"
+            f" (on the command line 'target_modules=[{names.replace(' ', '')}]')"
+        )
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is no multiple of micro_batch_size, {micro}")

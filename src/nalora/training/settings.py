@@ -14,7 +14,7 @@ from nalora import methods, packaged, tasks, yaml_files
 from nalora.errors import NALoRAError, SettingsError, did_you_mean, noted, shortened
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
-from nalora.training.conversion import converted
+from nalora.training.conversion import converted, takes_pairs
 from nalora.training.limits import problems_of_values
 
 
@@ -215,7 +215,7 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
         options = method.options(given) if method else {}
     # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is named.
     all_known = not problems and "task" in given
-    known = [*own, *options, *of_task]
+    known = {**own, **options, **of_task}
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in own or key in options:
@@ -226,7 +226,7 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
             values[key] = value  # as it was written: the keys of stored runs are made from it
         elif all_known and method and (owners := _methods_with(key)):
             problems.append(f"{key}: a setting of {', '.join(owners)}; the method of this run is {method.name}")
-        elif (near := did_you_mean(key, known, "", cutoff=0.6 if all_known else 0.9)) or all_known:
+        elif (near := did_you_mean(key, _fitting(known, value), "", cutoff=0.6 if all_known else 0.9)) or all_known:
             problems.append(f"{shortened(key)}: no such setting" + (f" ({near})" if near else ""))
     problems += [f"{name}: missing (see `nalora {name}s`)" for name in ("model", "task") if name not in given]
     problems += problems_of_values(values)
@@ -238,6 +238,11 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
         raise SettingsError(where, problems)
     settings = RunSettings(**{key: value for key, value in values.items() if key in own})
     return Run(settings, prepared, {key: value for key, value in values.items() if key in of_task})
+
+
+def _fitting(types: Mapping[str, Any], value: Any) -> list[str]:
+    """The settings that a misspelt one with this value may have meant: `key: value` pairs fit no plain setting."""
+    return [name for name, hint in types.items() if isinstance(value, Mapping) == takes_pairs(hint)]
 
 
 @functools.cache
