@@ -85,7 +85,7 @@ def save(state: dict[str, Any], folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
-    own_output.refuse_foreign_files([path], _is_state, option="folder")
+    own_output.refuse_foreign_files([path], _is_state, option="folder", kind="a state")
     metadata = {"version": str(state["version"]), "config": whole_files.json_text(state["config"])}
     whole_files.save_tensors(path, state["tensors"], metadata)
     return path

@@ -68,7 +68,7 @@ def run(
             nalora did not write.
     """
     marker.refuse_foreign(folder, "demo", option="--output", known=_is_of_0_1)
-    own_output.refuse_foreign_files([folder / "report.html"], own_output.is_page, option="--output")
+    own_output.refuse_foreign_files([folder / "report.html"], own_output.is_page, option="--output", kind="a report")
     marker.mark(folder, "demo")
     outcomes: list[Outcome] = []
     try:

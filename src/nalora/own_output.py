@@ -16,13 +16,14 @@ PAGE_OF_0_1 = b"<title>nalora report:"
 TEXT = "made by nalora"
 
 
-def refuse_foreign_files(paths: Iterable[Path], is_own: Callable[[bytes], bool], *, option: str) -> None:
+def refuse_foreign_files(paths: Iterable[Path], is_own: Callable[[bytes], bool], *, option: str, kind: str) -> None:
     """Refuse to write over what nalora did not write. All paths are checked before anything is written.
 
     Args:
         paths: files that will be written.
         is_own: whether the first kilobytes of a file are nalora's.
         option: how the user names another place, such as ``--output``.
+        kind: what the files are, such as "a report".
 
     Raises:
         NALoRAError: one of the paths is somebody else's file, a symbolic link or a folder.
@@ -37,14 +38,29 @@ def refuse_foreign_files(paths: Iterable[Path], is_own: Callable[[bytes], bool],
         elif not stat.S_ISREG(mode):
             found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
         elif (head := _head(path)) and not is_own(head):
-            found = "a file that nalora did not write"
+            found = f"a file that is not {kind} written by nalora"
         else:
             continue
         raise NALoRAError(
             str(path),
             found=found,
-            expected="a new file, or one that nalora wrote before",
+            expected=f"a new file, or {kind} that nalora wrote before",
             fix=f"move it away, or give another {option}",
+        )
+
+
+def refuse_linked_folder(folder: Path, *, option: str) -> None:
+    """Refuse a symbolic link in place of a folder for several files: the user did not name where it leads.
+
+    Raises:
+        NALoRAError: it is one.
+    """
+    if folder.is_symlink():
+        raise NALoRAError(
+            str(folder),
+            found="a symbolic link",
+            expected="a folder",
+            fix=f"give the folder that it points to, or another {option}",
         )
 
 

@@ -77,3 +77,13 @@ def test_no_run_is_one_line(report, tmp_path):
     code, _, err = report(tmp_path / "nowhere", "--figures", tmp_path / "f")
     assert code == 2
     assert "no such folder" in err
+
+
+@pytest.mark.parametrize("option", ["--figures", "--paper-figures", "--tables"])
+def test_a_folder_that_is_a_symbolic_link_is_refused(report, folder, tmp_path, option):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    code, _, err = report(folder, option, tmp_path / "link")
+    assert code == 2
+    assert "link: found a symbolic link; expected a folder. Fix: give the folder that it points to" in err
+    assert list((tmp_path / "theirs").iterdir()) == []

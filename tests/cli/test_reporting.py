@@ -56,3 +56,12 @@ def test_open_shows_it_in_the_browser(report, tmp_path, monkeypatch):
 
 def test_runs_of_different_places_report_here(tmp_path):
     assert str(default_output([tmp_path / "a" / "one", tmp_path / "b" / "two"])) == "report.html"
+
+
+def test_a_file_of_nalora_s_that_is_no_report_stays(report, tmp_path):
+    folder = write_run(tmp_path, name="run")
+    before = (folder / "run.yaml").read_bytes()
+    code, _, err = report(folder, "--output", folder / "run.yaml")
+    assert code == 2
+    assert "a file that is not a report written by nalora" in err
+    assert (folder / "run.yaml").read_bytes() == before

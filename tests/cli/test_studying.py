@@ -140,7 +140,7 @@ def test_what_a_store_knows_is_told_without_a_run(run, file, tmp_path):
     assert "| lora | 0.001: –, 0.01: – |" in told
     assert {each.name for each in store.iterdir()} == {"small.md", "small.json", MARKER}
     (store / "small.md").write_text("# my own notes")
-    assert "a file that nalora did not write" in run("study", file, "--store", store, "--so-far")[2]
+    assert "a file that is not an answer written by nalora" in run("study", file, "--store", store, "--so-far")[2]
     assert (store / "small.md").read_text() == "# my own notes"
 
 

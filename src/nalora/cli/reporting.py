@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nalora import own_output, packaged
+from nalora import packaged
 from nalora.cli.screen import console, hush_libraries
 from nalora.errors import NALoRAError
 
@@ -83,11 +83,11 @@ def _write_parts(
 ) -> None:
     """Write what was asked for, one path a line; what could not be drawn is said on stderr, and is an error if all."""
     from nalora.report.figures import write_figures, write_paper_figures
-    from nalora.report.run_tables import table_files, write_tables
+    from nalora.report.run_tables import refuse_foreign_tables, write_tables
 
     files: list[Path] = []
     if tables is not None:
-        own_output.refuse_foreign_files(table_files(tables), own_output.is_text, option="--tables")
+        refuse_foreign_tables(tables)
     for write, folder in ((write_figures, figures), (write_paper_figures, paper_figures)):
         if folder is not None:
             written = write(found, folder)

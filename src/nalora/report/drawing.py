@@ -195,9 +195,12 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 
 def refuse_foreign(files: Iterable[Path]) -> None:
-    """Refuse to draw over files that nalora did not write.
+    """Refuse to draw over files that nalora did not write, or into a folder that is a symbolic link.
 
     Raises:
-        NALoRAError: one of them is.
+        NALoRAError: one of them is such a file, or the folder is.
     """
-    own_output.refuse_foreign_files(files, own_output.is_figure, option="folder")
+    files = list(files)
+    for folder in {file.parent for file in files}:
+        own_output.refuse_linked_folder(folder, option="folder")
+    own_output.refuse_foreign_files(files, own_output.is_figure, option="folder", kind="a figure")

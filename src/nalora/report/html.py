@@ -28,7 +28,7 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
         NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is somebody else's.
     """
     output = Path(output)
-    own_output.refuse_foreign_files([output], own_output.is_page, option="--output")
+    own_output.refuse_foreign_files([output], own_output.is_page, option="--output", kind="a report")
     text = page(runs, answer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

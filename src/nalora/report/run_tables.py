@@ -25,7 +25,7 @@ def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
         NALoRAError: one of them is a file that nalora did not write.
     """
     files = table_files(folder)
-    own_output.refuse_foreign_files(files, own_output.is_text, option="--tables")
+    refuse_foreign_tables(folder)
     tables = run_tables(runs)
     in_latex = [latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()]
     in_markdown = [f"## {name}\n\n{markdown(table)}" for name, table in tables.items()]
@@ -33,6 +33,16 @@ def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
     whole_files.write(files[0], "\n".join([f"<!-- {own_output.TEXT} -->\n", *in_markdown]))
     whole_files.write(files[1], "\n".join([f"% {own_output.TEXT}\n", *in_latex]))
     return files
+
+
+def refuse_foreign_tables(folder: Path) -> None:
+    """Refuse a folder that is a symbolic link, or in which the tables would replace somebody else's files.
+
+    Raises:
+        NALoRAError: it is, or they would.
+    """
+    own_output.refuse_linked_folder(folder, option="--tables")
+    own_output.refuse_foreign_files(table_files(folder), own_output.is_text, option="--tables", kind="a table")
 
 
 def table_files(folder: Path) -> list[Path]:

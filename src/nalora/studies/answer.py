@@ -292,9 +292,11 @@ def refuse_foreign_files(study: Study, folder: Path) -> None:
     heading = f"# {study.name}\n".encode()
     # Version 0.1 wrote the page without a comment.
     own_output.refuse_foreign_files(
-        [page], lambda head: own_output.is_text(head) or head.startswith(heading), option="--store"
+        [page], lambda head: own_output.is_text(head) or head.startswith(heading), option="--store", kind="an answer"
     )
-    own_output.refuse_foreign_files([numbers], lambda head: b'"learning_rates"' in head, option="--store")
+    own_output.refuse_foreign_files(
+        [numbers], lambda head: b'"learning_rates"' in head, option="--store", kind="an answer"
+    )
 
 
 def _files(study: Study, folder: Path) -> tuple[Path, Path]:
