@@ -104,6 +104,12 @@ def test_without_a_causal_model_the_bare_one_is_built(tmp_path):
     assert {each.block.activation.name for each in seen.plan.blocks} == {"gelu"}
 
 
+def test_a_model_that_training_refuses_is_named_with_the_reason(tmp_path, llama):
+    transformers.BertConfig(**SMALL).save_pretrained(tmp_path / "bert")
+    assert "bert, an encoder without a decoder" in inspect_model(str(tmp_path / "bert")).refusal
+    assert inspect_model(str(llama)).refusal is None
+
+
 def test_a_quantised_checkpoint_has_the_plan_of_a_dense_one(llama, tmp_path):
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     llama_config(quantization_config=quantised).save_pretrained(tmp_path / "quantised")
@@ -132,6 +138,12 @@ def impossible_sizes(folder):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": -5}))
 
 
+def heads_that_do_not_divide(folder):
+    llama_config().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 33, "num_attention_heads": 4}))
+
+
 def broken_adapter(folder):
     (folder / "adapter_config.json").write_text("{")
 
@@ -148,6 +160,8 @@ def adapter_without_base(folder):
     ("make", "found"),
     [
         (lambda folder: None, "neither config.json nor adapter_config.json"),
+        # Below a heading of transformers', which says only that a check failed.
+        (heads_that_do_not_divide, r"The hidden size \(33\) is not a multiple of the number of attention heads \(4\)"),
         (broken_json, "no readable JSON"),
         (binary, "no readable JSON"),
         (foreign_json, "model_type"),

@@ -19,6 +19,7 @@ from nalora.config import NALoRAConfig
 from nalora.errors import NALoRAError
 from nalora.models import loading, smollm2
 from nalora.models.dequantised import gguf_config
+from nalora.models.kinds import refuse_unless_it_writes
 from nalora.moe_targets import name_exactly
 from nalora.plan import Plan, make_plan
 from nalora.target_modules import first_sentence, leave_out_routers, linear_names, refuse_names_of_nothing, refused
@@ -32,12 +33,13 @@ _CHECK = "check the spelling and, for a hub id, the network"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What NA-LoRA would do with a model, and how large the adapter would be."""
+    """What NA-LoRA would do with a model, and how large the adapter would be; `refusal`: why no run can train it."""
 
     architecture: str
     rank: int
     trainable: int
     plan: Plan
+    refusal: str | None = None
 
 
 def inspect_model(
@@ -84,7 +86,18 @@ def inspect_model(
         rank=lora.r,
         trainable=sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad),
         plan=make_plan(found, config or NALoRAConfig()),
+        refusal=_why_not_trained(base, skeleton),
     )
+
+
+def _why_not_trained(model: str, skeleton: nn.Module) -> str | None:
+    """What `nalora train` says of a model that no task can use; None where some can."""
+    try:
+        # Of all tasks of texts, those of encoder-decoders refuse the fewest models.
+        refuse_unless_it_writes(model, "seq2seq", skeleton.config)
+    except NALoRAError as error:
+        return f"found {error.found}; expected {error.expected}"
+    return None
 
 
 def _saved_adapter(model: str) -> Any:
