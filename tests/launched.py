@@ -57,8 +57,11 @@ OTHERS: dict[str, dict] = {
     if (name in ("full", "lora", "adalora", "na-lora") or not ending) and (kind != "bart" or name == "lora")
 }
 QUICK = [f"{kind} {name}" for kind, names in _QUICK.items() for name in names]
+# They meet other processes as NA-LoRA does, or as LoRA: what they change is computed from what is the same everywhere.
+SLOW = ["rslora", "lora+", "rows of four steps", *(name for name in CASES if name.startswith("na-lora-"))]
 RESUMED = ["pissa", "adalora", "lora-pro full", "na-lora update", "like-length"]
 _ELSEWHERE = ("eager", "like-length", "lora-scaled")
+SLOW_SHARDED = ["rslora", "lora+", "packed", "rows of four steps", "lora-pro", "dora"]
 SHARDED = [name for name, case in CASES.items() if not case["method"].startswith("na-lora") and name not in _ELSEWHERE]
 
 

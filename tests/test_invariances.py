@@ -329,11 +329,23 @@ def compiled_training(compile_model: bool, controlled: bool, apply_to: str = "gr
     return tiny.adapter_state(model), graphs, controller
 
 
-@SPACES
-@pytest.mark.parametrize("importance", ["derivative", "utility"])
-def test_compile_is_one_graph_without_recompiles_and_counts_once(apply_to, importance):
-    plain_eager, _, _ = compiled_training(False, False)
-    plain_compiled, _, _ = compiled_training(True, False)
+@pytest.fixture(scope="module")
+def plain_training():
+    """The adapter of plain LoRA, eager and compiled."""
+    return compiled_training(False, False)[0], compiled_training(True, False)[0]
+
+
+@pytest.mark.parametrize(
+    ("apply_to", "importance"),
+    [
+        ("gradient", "derivative"),
+        ("update", "utility"),
+        pytest.param("gradient", "utility", marks=pytest.mark.slow),
+        pytest.param("update", "derivative", marks=pytest.mark.slow),
+    ],
+)
+def test_compile_is_one_graph_without_recompiles_and_counts_once(plain_training, apply_to, importance):
+    plain_eager, plain_compiled = plain_training
     eager, _, _ = compiled_training(False, True, apply_to, importance)
     compiled, graphs, controller = compiled_training(True, True, apply_to, importance)
     assert len(graphs) == 1

@@ -77,7 +77,7 @@ GOOD = {"task": "gym/chain_sum", "train_size": 4, "test_size": 2, "steps": 1, "d
 
 
 @given(st.dictionaries(st.sampled_from(SETTINGS) | st.text(max_size=3), VALUES, max_size=3), FORMS)
-@settings(fuzzed, max_examples=150)
+@settings(fuzzed, max_examples=80)
 def test_train(run, place, values, form):
     """The model is not there, so that nothing is ever trained."""
     (place / "run.yaml").write_bytes(text_of(GOOD | values | {"model": "./no/such/model"}, form))
@@ -88,7 +88,7 @@ def test_train(run, place, values, form):
     st.sampled_from(SETTINGS),
     VALUES.map(lambda value: json.dumps(value)) | st.sampled_from(TEXTS) | st.text("[]{}&*: a,"),
 )
-@settings(fuzzed, max_examples=150)
+@settings(fuzzed, max_examples=80)
 def test_train_with_a_setting_on_the_command_line(run, place, key, value):
     (place / "run.yaml").write_bytes(text_of(GOOD, "whole"))
     argument = f"{key}={value}".replace("\0", "")
@@ -121,7 +121,7 @@ STUDY = {"settings": GOOD | {"model": "m"}, "arms": {"lora": {}}, "learning_rate
 
 
 @given(st.dictionaries(st.sampled_from(PARTS), VALUES, min_size=1, max_size=3), FORMS)
-@settings(fuzzed, max_examples=120)
+@settings(fuzzed, max_examples=60)
 def test_study(run, place, values, form):
     (place / "study.yaml").write_bytes(text_of(STUDY | values, form))
     refused(run, place, "study", "study.yaml", "--dry-run", works=True)
@@ -138,7 +138,7 @@ def model(place, capsys):
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
     "model_type", "architectures", "quantization_config", "rope_scaling", "torch_dtype", "head_dim", "pad_token_id",
 ]), VALUES, min_size=1, max_size=2))  # fmt: skip
-@settings(fuzzed, max_examples=120)
+@settings(fuzzed, max_examples=60)
 def test_inspect_a_config_with_bad_values(run, model, place, values):
     file = Path(model) / "config.json"
     config = json.loads(file.read_text()) | values

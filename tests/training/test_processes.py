@@ -23,6 +23,8 @@ from launched import (
     QUICK,
     RESUMED,
     SHARDED,
+    SLOW,
+    SLOW_SHARDED,
     difference,
     finish,
     logged,
@@ -55,17 +57,18 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(base, tmp_path_factory):
-    """Every case in one process, in two, and in two with its parameters dealt out."""
+    """Cases in one process, in two, and in two with their parameters sharded."""
     folder = tmp_path_factory.mktemp("runs")
-    everything = [*CASES, *QUICK]
+    everything = [*(name for name in CASES if name not in SLOW), *QUICK]
+    sharded = [name for name in SHARDED if name not in SLOW_SHARDED]
     finish(
-        start(folder / "two", base, processes=2, what=json.dumps({"train": everything, "sharded": SHARDED})),
+        start(folder / "two", base, processes=2, what=json.dumps({"train": everything, "sharded": sharded})),
         start(folder / "one", base, processes=1, what=json.dumps({"train": everything})),
     )
     return folder
 
 
-@pytest.mark.parametrize("name", [*CASES, *QUICK])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in SLOW), *QUICK])
 def test_two_processes_are_one(runs, name):
     two_are_one(runs, name)
 
@@ -74,13 +77,18 @@ def test_two_processes_are_one(runs, name):
 def other_runs(base, tmp_path_factory):
     """Those that are left of every method on every kind of model."""
     folder = tmp_path_factory.mktemp("others")
-    names = json.dumps({"train": [name for name in OTHERS if name not in QUICK]})
-    finish(start(folder / "two", base, processes=2, what=names), start(folder / "one", base, processes=1, what=names))
+    names = [*(name for name in OTHERS if name not in QUICK), *SLOW]
+    sharded = [name for name in SHARDED if name in SLOW_SHARDED]
+    whole = [*names, *(name for name in sharded if name not in SLOW)]
+    finish(
+        start(folder / "two", base, processes=2, what=json.dumps({"train": names, "sharded": sharded})),
+        start(folder / "one", base, processes=1, what=json.dumps({"train": whole})),
+    )
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OTHERS if name not in QUICK])
+@pytest.mark.parametrize("name", [*(name for name in OTHERS if name not in QUICK), *SLOW])
 def test_two_processes_are_one_for_every_kind_of_model(other_runs, name):
     two_are_one(other_runs, name)
 
@@ -106,8 +114,18 @@ def alike(one, other) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [name for name in SHARDED if name not in SLOW_SHARDED])
 def test_dealt_out_parameters_are_whole_ones(runs, base, name):
+    sharded_is_whole(runs, base, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHARDED if name in SLOW_SHARDED])
+def test_dealt_out_parameters_are_whole_ones_for_the_other_methods(other_runs, base, name):
+    sharded_is_whole(other_runs, base, name)
+
+
+def sharded_is_whole(runs, base, name) -> None:
     folder = runs / "two" / "sharded" / name
     assert difference(weights(runs / "one" / name), weights(folder)) < TOLERANCE.get(name, 1e-9)
     last = RunFolder(folder).snapshot(10)
