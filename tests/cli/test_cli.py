@@ -87,6 +87,22 @@ def test_gelu_is_unscaled_in_the_paper_and_scaled_when_derived(run, gpt2):
     assert "-0.752 … +0.840" in derived
 
 
+def test_a_plan_for_a_model_that_training_refuses_says_so(run, tmp_path, llama):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.BertConfig(**sizes).save_pretrained(tmp_path / "bert")
+    code, out, _ = run("inspect", tmp_path / "bert")
+    assert code == 0
+    assert "`nalora train` refuses this model: found bert, an encoder without a decoder; expected a model that" in out
+    assert "refuses this model" not in run("inspect", llama)[1]
+
+
+def test_methods_prints_its_table_alone():
+    """In a process of its own: libraries warn when they are first imported."""
+    ended = subprocess.run([sys.executable, "-m", "nalora.cli", "methods"], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert ended.stdout.lstrip().startswith("method ")
+
+
 def test_every_option_reaches_the_plan(run, llama):
     options = ["--no-mask", "--importance", "utility", "--apply-to", "update", "--thresholds", "-1", "2.5"]
     code, out, _ = run("inspect", llama, *options)

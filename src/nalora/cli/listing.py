@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nalora import packaged
-from nalora.cli.screen import console, table
+from nalora.cli.screen import console, hush_libraries, table
 from nalora.errors import NALoRAError, did_you_mean, shortened
 
 _STUDY = "studies/"
@@ -17,6 +17,7 @@ _STUDY = "studies/"
 
 def methods() -> None:
     """List the training methods, with what each costs beside LoRA."""
+    hush_libraries()  # PEFT imports bitsandbytes, which warns of kernels that no list needs
     from nalora import methods
     from nalora.methods.peft_tuners import PREFIX, tuners
 
