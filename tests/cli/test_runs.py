@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from rich.console import Console
 
 from nalora.cli.runs import print_summaries
 from nalora.models import loading
+from nalora.training.claim import claimed
+from nalora.training.folder import RunFolder
+from nalora.training.settings import read
 
 
 @pytest.fixture
@@ -135,6 +139,23 @@ def test_evaluating_a_model_writes_into_the_output(run, recipe, tmp_path, monkey
     (tmp_path / "taken").write_text("mine")
     code, _, err = run("evaluate", model, *asked, "--output", tmp_path / "taken")
     assert (code, "a file" in err) == (2, True)
+
+
+def test_one_step_is_said_in_the_singular(run, recipe):
+    code, out, _ = run("train", recipe, "steps=1", "train_limit=1")
+    assert code == 0
+    assert "1 example in 1 row, " in out
+    assert "1 step in " in out
+
+
+def test_a_folder_in_use_is_refused_with_its_process(run, recipe, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with claimed(folder, read(recipe), resume=False, device="cpu"):
+        code, _, err = run("train", recipe)
+        assert code == 2
+        assert f"process {os.getpid()} on this host" in err
+        assert "--resume" not in err
+        assert folder.settings.is_file()
 
 
 def test_the_judge_of_mt_bench_is_asked_for_before_training(run, tmp_path, monkeypatch):

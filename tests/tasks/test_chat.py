@@ -687,3 +687,8 @@ def test_a_file_without_judgements_is_not_written_to(tmp_path):
     file.write_text('{"key": "cut sho')  # as a kill leaves the very first one
     Judgements(file).add("k", "a")
     assert Judgements(file).answer("k") == "a"
+
+
+def test_an_evaluation_without_a_judge_names_the_option():
+    with pytest.raises(nalora.NALoRAError, match="Fix: add --option judge_model=NAME to `nalora evaluate`"):
+        Judge(None).check()

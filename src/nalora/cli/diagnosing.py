@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.counting import counted
 from nalora.progress import bars
 
 # How a measure of the file is headed, and with how many digits.
@@ -71,8 +72,8 @@ def _found(run: Path, against: str | None, request: Any, report: Any) -> dict[st
 def print_diagnosis(screen: Any, found: dict[str, Any]) -> None:
     """A row for each interval with means over blocks, then a row for each block over the whole run."""
     probe = found["probe"]
-    title = f"{found['method']} on {found['model']}: {probe['examples']} examples of {probe['task']}, "
-    rows = table("steps", *(head for head, _ in _COLUMNS.values()), title=f"{title}{probe['tokens']:,} tokens")
+    title = f"{found['method']} on {found['model']}: {counted(probe['examples'], 'example')} of {probe['task']}, "
+    rows = table("steps", *(head for head, _ in _COLUMNS.values()), title=f"{title}{counted(probe['tokens'], 'token')}")
     for interval in found["intervals"]:
         rows.add_row(f"{interval['from']} → {interval['to']}", *_means(interval))
     rows.add_section()
@@ -90,7 +91,9 @@ def print_diagnosis(screen: Any, found: dict[str, Any]) -> None:
     for notice in found["notices"]:
         screen.print(f"note: {notice}", highlight=False)
     cost = found["cost"]
-    passes = f"{cost['forward_passes_per_checkpoint']:g} forward passes for each of {len(found['steps'])} states"
+    passes = (
+        f"{cost['forward_passes_per_checkpoint']:g} forward passes for each of {counted(len(found['steps']), 'state')}"
+    )
     screen.print(f"{passes}, {cost['seconds']:.0f} s", highlight=False)
 
 

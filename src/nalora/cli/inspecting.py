@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.counting import counted
 from nalora.peft_names import in_base
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def activations(
 
 def _print_inspection(screen: Console, seen: Inspection) -> None:
     plan = seen.plan
-    title = f"{seen.architecture}: {len(plan.blocks)} FFN blocks"
+    title = f"{seen.architecture}: {counted(len(plan.blocks), 'FFN block')}"
     columns = ("block", "projections", "activation", "width", "responsive range", "mask", "step scaling")
     rows = table(*columns, title=title)
     reasons: list[str] = []
@@ -117,6 +118,8 @@ def _print_inspection(screen: Console, seen: Inspection) -> None:
     screen.print(rows)
     for number, reason in enumerate(reasons, 1):
         screen.print(f"[{number}] {reason}", markup=False, highlight=False)
+    if seen.refusal:
+        screen.print(f"`nalora train` refuses this model: {seen.refusal}", markup=False, highlight=False)
     for line in _facts(plan, seen):
         screen.print(line, markup=False, highlight=False)
 
@@ -139,7 +142,7 @@ def _facts(plan: Plan, seen: Inspection) -> list[str]:
         lines.append(f"refused: {names[0]}{more}: {reason}")
     if plan.others:
         kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in plan.others))
-        lines.append(f"left as plain LoRA: {len(plan.others)} adapters outside FFN blocks ({kinds})")
+        lines.append(f"left as plain LoRA: {counted(len(plan.others), 'adapter')} outside FFN blocks ({kinds})")
     if plan.passed_over:
         lines.append(f"without an adapter: {', '.join(plan.passed_over)}; {how_to_adapt(plan.passed_over)}")
     config = plan.config

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from nalora.cli.screen import table
+from nalora.counting import counted
 from nalora.diagnostics.decomposition import TERMS
 from nalora.diagnostics.mismatch_measures import STATISTICS, in_words
 
@@ -18,7 +19,7 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
     """A row for each block: the terms' shares, the difference and its bound, and who pointed at the mismatch."""
     known = {"mask": result["mask"]} if result["mask"] else {}
     known |= {title: result["statistics"][name] for name, title in STATISTICS.items()}
-    title = f"{result['run']} against {result['target']}: {result['probe']['tokens']:,} tokens"
+    title = f"{result['run']} against {result['target']}: {counted(result['probe']['tokens'], 'token')}"
     rows = table("block", "residual", "selection", "view", "‖ΔU‖", "of its bound", title=title)
     for name in known:
         rows.add_column(f"ρ {name}")

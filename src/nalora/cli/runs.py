@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
+from nalora.counting import counted
 from nalora.progress import bars
 
 
@@ -56,7 +57,7 @@ def train(
         return
     steps, seconds, loss = result["steps"], result.get("seconds") or 0.0, result.get("train_loss")
     shown = "not finite" if loss is None else f"{loss:.4f}"
-    screen.print(f"{steps} steps in {seconds:.0f} s, training loss {shown}", highlight=False)
+    screen.print(f"{counted(steps, 'step')} in {seconds:.0f} s, training loss {shown}", highlight=False)
     screen.print(f"the run: {described.settings.output}", highlight=False)
 
 
@@ -133,7 +134,7 @@ def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
                 highlight=False,
             )
         if summary["unfinished"]:
-            screen.print(f"{who}: {summary['unfinished']} answers ran out of tokens", highlight=False)
+            screen.print(f"{who}: {counted(summary['unfinished'], 'answer')} ran out of tokens", highlight=False)
 
 
 def demo(

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 
 # What a study exits with that lacks runs, because they failed.
@@ -63,7 +64,10 @@ def study(
         Store(store).refuse_foreign()
         for job in jobs:
             screen.print(Text(f"{job.key}  {job.label}"))
-        told = f"{before.total} runs in all, {len(jobs)} of them can start now, {len(described.arms)} arms"
+        told = (
+            f"{counted(before.total, 'run')} in all, {len(jobs):,} of them can start now,"
+            f" {counted(len(described.arms), 'arm')}"
+        )
         screen.print(told, highlight=False)
         return
     if any(len(arm.seeds) > 1 for arm in described.arms):
@@ -179,7 +183,7 @@ def states(progress: Any) -> Any:
     if progress.stopping:
         ahead = "; stopping, a second Ctrl-C does not wait"
     rows = table("arm", "done", "running", "failed", "learning rate",
-                 title=f"{progress.done} of {progress.total} runs{ahead}")  # fmt: skip
+                 title=f"{progress.done:,} of {counted(progress.total, 'run')}{ahead}")  # fmt: skip
     running = set(progress.running)
     for cell in schedule.cells:
         rate = schedule.chosen_rate(cell, progress.results)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nalora.counting import counted
 from nalora.diagnostics.decomposition import TERMS, MismatchSums
 from nalora.diagnostics.ranks import held_by_top, rank_correlation, top_overlap
 
@@ -81,7 +82,7 @@ def in_words(result: Mapping[str, Any]) -> str:
     correlation, held = _mean(correlations), _mean(asked["energy_held"])
     verdict = next(words for limit, words in _VERDICTS if correlation < limit)
     return (
-        f"The {who} {verdict}: rank correlation {correlation:+.2f} over {len(correlations)} blocks; its top"
+        f"The {who} {verdict}: rank correlation {correlation:+.2f} over {counted(len(correlations), 'block')}; its top"
         f" {TOP_SHARE:.0%} of the channels hold {held:.0%} of the selection mismatch"
         f" (chance {TOP_SHARE:.0%}, at most {_mean(result['most_held']):.0%})."
     )

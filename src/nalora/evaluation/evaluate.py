@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.evaluation.folder import claimed_folder
 from nalora.evaluation.identity import what_was_evaluated
@@ -71,7 +72,7 @@ def evaluate(
     if not examples:
         raise NALoRAError(
             f"task {task.name!r}",
-            found=f"none of {len(questions)} questions to ask",
+            found=f"none of {counted(len(questions), 'question')} to ask",
             expected="at least one",
             fix="raise limit" if questions else "check the task's files; validation needs a run with validation_size",
         )

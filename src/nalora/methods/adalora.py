@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.gathering import whole
 from nalora.methods.lora import LoRA, lora_layers
@@ -93,7 +94,7 @@ class AdaLoRA(LoRA):
         # The last pruning, at step `steps - final`, goes by what the steps before it have measured.
         if steps - final < max(warmup + 1, 2):
             raise NALoRAError(
-                f"method 'adalora', {steps} steps",
+                f"method 'adalora', {counted(steps, 'step')}",
                 found=f"{warmup} of them before the first pruning and {final} after the last",
                 expected="two steps or more before the last pruning, and one between the shares",
                 fix="raise steps, or lower warmup_share or final_share",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from nalora.counting import counted
 from nalora.report.cleaning import is_partial
 from nalora.report.data import RunData, differences
 from nalora.report.naming import brief
@@ -18,7 +19,7 @@ def summary(runs: Sequence[RunData]) -> str:
     """One line under the title: how many runs, of what."""
     models, tasks = (list(dict.fromkeys(v)) for v in ([r.model for r in runs], [r.task for r in runs]))
     methods = list(dict.fromkeys(run.method for run in runs))
-    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    count = counted(len(runs), "run")
     return escape(f"{count} · {', '.join(methods)} · {', '.join(models)} · {', '.join(tasks)}")
 
 

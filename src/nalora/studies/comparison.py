@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from nalora.counting import counted
 from nalora.evaluation.differences import distributions, student_quantile
 from nalora.evaluation.intervals import Interval
 
@@ -198,7 +199,7 @@ def sentence(comparison: Comparison, measure: str, unit: str = "") -> str:
     if each.interval is None:
         return f"{each.method}: {size} beside {each.baseline} with one seed, from which nothing follows."
     low, high = each.interval
-    numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {each.seeds} seeds"
+    numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {counted(each.seeds, 'seed')}"
     if each.verdict in ("better", "worse"):
         return f"{each.method} is {each.verdict} than {each.baseline}: {numbers}, adjusted p = {each.adjusted_p:.2g}."
     if each.verdict == "too few seeds":

@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Any, NamedTuple
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.studies.ended import TOLD_TO_END, Ended, NotRepeated, told
 from nalora.studies.engines import SECONDS_TO_END, Do, attempt
@@ -150,7 +151,9 @@ class RayEngine:
             ended = Ended(job.key, self._ray.get(reference))
         except losses as error:
             why = type(error).__name__
-            ended = Ended(job.key, NotRepeated(f"its worker was lost ({why}), retried {self._retries} times"))
+            ended = Ended(
+                job.key, NotRepeated(f"its worker was lost ({why}), retried {counted(self._retries, 'time')}")
+            )
         except errors.RayError as error:  # the job could not even begin, say where nalora is not installed
             return Ended(job.key, told(getattr(error, "cause", None) or error, line=-1))
         else:

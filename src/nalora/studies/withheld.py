@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from nalora.counting import counted
+
 Pair = tuple[str, str]  # an arm, and what it is compared with
 
 
@@ -30,7 +32,8 @@ def diverged_with_a_seed(values: Mapping[str, Mapping[int, float]], pairs: Seque
             continue
         bad = [name for name in (arm, baseline) if diverged_seeds(values[name])]
         why = " and ".join(
-            f"{name} diverged with {diverged_seeds(values[name])} of {len(values[name])} seeds" for name in bad
+            f"{name} diverged with {diverged_seeds(values[name])} of {counted(len(values[name]), 'seed')}"
+            for name in bad
         )
         if bad:
             sentences.append(f"{why}: {'' if arm in bad else f'{arm} '}not compared with {baseline} by {measure}.")
@@ -51,7 +54,7 @@ def without_results(
 
 def _reason(arm: str, lost: int, diverged: bool) -> str:
     if lost:
-        return f"{arm} lacks {lost} run{'s' if lost > 1 else ''} that failed"
+        return f"{arm} lacks {counted(lost, 'run')} that failed"
     return f"{arm} diverged with every learning rate" if diverged else ""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.tasks import chat_server
 from nalora.tasks.chat_server import masked
@@ -170,10 +171,10 @@ class Judge:
             self.record.add(key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict, **notes)
         if verdict is not None:
             return verdict
-        end = f"cut off after {self.max_tokens:,} tokens" if cut_off else f"ending in {answer[-120:]!r}"
+        end = f"cut off after {counted(self.max_tokens, 'token')}" if cut_off else f"ending in {answer[-120:]!r}"
         raise NALoRAError(
             f"judge {self.model!r}",
-            found=f"no verdict in {self.attempts} answers, the last {end}",
+            found=f"no verdict in {counted(self.attempts, 'answer')}, the last {end}",
             expected='the "[[…]]" that its prompt asks for, at the end of a whole answer',
             fix="use a stronger judge, or a larger judge_tokens if the answer is cut off; all other verdicts are kept",
         )
@@ -232,7 +233,10 @@ class Judge:
     def _key(self) -> str:
         if not self.model:
             raise NALoRAError(
-                "judge_model", found="none", expected="the judge's name on its server", fix="give judge_model=NAME"
+                "judge_model",
+                found="none",
+                expected="the judge's name on its server",
+                fix="add --option judge_model=NAME to `nalora evaluate`",
             )
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not key:

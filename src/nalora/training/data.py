@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.tasks import Example
 from nalora.training.chat_template import ChatTemplate
@@ -145,7 +146,7 @@ def encode(
     if not rows:
         raise NALoRAError(
             "training data",
-            found=f"{len(examples)} examples, none of at most {max_length} tokens",
+            found=f"{counted(len(examples), 'example')}, none of at most {max_length} tokens",
             expected="examples that fit",
             fix="raise max_length",
         )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from nalora.counting import counted
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter
 from nalora.models import loading
@@ -151,16 +152,17 @@ def described(material: Material) -> list[str]:
     lines = []
     if rows is not None:
         lines.append(
-            f"{rows.examples:,} examples in {len(rows.rows):,} rows, {rows.target_tokens:,} tokens to train on"
+            f"{counted(rows.examples, 'example')} in {counted(len(rows.rows), 'row')},"
+            f" {counted(rows.target_tokens, 'token')} to train on"
         )
     if material.also_asked:
-        lines.append(f"also in the test set: {material.also_asked:,} examples left out")
+        lines.append(f"also in the test set: {counted(material.also_asked, 'example')} left out")
     if material.not_compared:
         lines.append(f"training examples not compared with the test set: {material.not_compared}")
     if rows is None:
         return lines
     if rows.dropped or rows.cut:
-        lines.append(f"too long: {rows.dropped:,} examples left out, {rows.cut:,} cut at the end")
+        lines.append(f"too long: {counted(rows.dropped, 'example')} left out, {rows.cut:,} cut at the end")
     positions = trained_positions(material.model)
     if positions is not None and rows.longest > positions:
         lines.append(
