@@ -690,5 +690,5 @@ def test_a_file_without_judgements_is_not_written_to(tmp_path):
 
 
 def test_an_evaluation_without_a_judge_names_the_option():
-    with pytest.raises(nalora.NALoRAError, match="Fix: add --option judge_model=NAME to `nalora evaluate`"):
+    with pytest.raises(NALoRAError, match="Fix: add --option judge_model=NAME to `nalora evaluate`"):
         Judge(None).check()
