@@ -526,7 +526,7 @@ def test_addresses_are_told_without_passwords(bench, server):
 
 
 def test_a_missing_key_a_missing_model_and_a_missing_server_are_named(bench, server, monkeypatch):
-    with pytest.raises(NALoRAError, match="judge_model: found none.*give judge_model=NAME"):
+    with pytest.raises(NALoRAError, match="judge_model: found none.*Fix: add --option judge_model=NAME"):
         bench(judge_model=None).prepare_scoring()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -670,7 +670,7 @@ def test_a_real_server_rates_and_the_record_holds(transformers_server, data_dir,
     cut_short = tasks.get("mt-bench", judge_url=url, judge_tokens=1, **settings)
     cut_short.judge.wait = 0.01
     assert cut_short.score(task.test_examples()[0], ["one", "two"])["rating"] == 7.0, "kept, not asked"
-    with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last cut off after 1 tokens"):
+    with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last cut off after 1 token;"):
         cut_short.score(task.test_examples()[0], ["other", "two"])
     answers = [json.loads(line)["answer"] for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert answers == ["Rating: [[7]]"] * 4 + ["Rating:"] * 4
@@ -687,8 +687,3 @@ def test_a_file_without_judgements_is_not_written_to(tmp_path):
     file.write_text('{"key": "cut sho')  # as a kill leaves the very first one
     Judgements(file).add("k", "a")
     assert Judgements(file).answer("k") == "a"
-
-
-def test_an_evaluation_without_a_judge_names_the_option():
-    with pytest.raises(NALoRAError, match="Fix: add --option judge_model=NAME to `nalora evaluate`"):
-        Judge(None).check()
