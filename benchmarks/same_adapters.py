@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ QUALITIES = (("warm", 1), ("dull", 0), ("clever", 1), ("clumsy", 0), ("moving", 
 
 def main() -> None:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the worktrees are removed
     commits = {"before": arguments.before, "after": arguments.after}
     names = {side: _git("rev-parse", "--short", f"{commit}^{{commit}}") for side, commit in commits.items()}
     started = time.monotonic()

@@ -221,7 +221,7 @@ def test_every_setting_is_understood_and_every_run_keeps_its_key(command, releas
 def test_every_run_file_is_read(command, released, tmp_path):
     """To resume a run that is not there is refused once the whole file was understood."""
     files = sorted((released / "run_files").glob("*.yaml"))
-    assert len(files) == 10
+    assert len(files) == 11
     for file in files:
         code, printed = command("train", file, "--resume", f"output={tmp_path / 'none'}", "device=cpu", "report_to=")
         assert code == 2
