@@ -23,8 +23,8 @@ import peft
 import torch
 
 import nalora
+from nalora.control.observer import GateObserver
 from nalora.models import smollm2
-from nalora.observer import GateObserver
 
 
 class Clock:

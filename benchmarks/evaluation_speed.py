@@ -18,7 +18,7 @@ import torch
 from nalora import tasks
 from nalora.evaluation.evaluate import evaluate
 from nalora.models.loading import ModelSpec, load
-from nalora.training.data import Encoder
+from nalora.runs.encoding import Encoder
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from nalora import whole_files
 from nalora.errors import NALoRAError
+from nalora.files import atomic
 from nalora.tasks import gym, gym_trust
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     if sys.argv[1:]:
         print(table)
     else:
-        whole_files.write(gym_trust.FILE, table)
+        atomic.write(gym_trust.FILE, table)
 
 
 if __name__ == "__main__":

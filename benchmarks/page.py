@@ -174,7 +174,7 @@ def small_model(rows: list[Row]) -> Iterator[str]:
     for setting, variants in settings(rows, "small model").items():
         base = variants[BASELINE]
         yield f"\n## A small model: {setting}\n\n`python benchmarks/small_model.py`. {measured_on(base)} Its steps are"
-        yield "launches more than arithmetic; `nalora.graphs.GraphedStep` replays a whole step. The goal is 4.\n"
+        yield "launches more than arithmetic; `kernels/cuda_graphs.py` replays a whole step. The goal is 4.\n"
         yield "| variant | ms (p20 … p80) | times faster |\n|---|---|---|"
         for name, row in variants.items():
             yield f"| {name} | {spread(row)} | {median(base) / median(row):.2f} |"

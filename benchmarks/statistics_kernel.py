@@ -14,9 +14,9 @@ import triton
 
 from nalora import activations
 from nalora.config import NALoRAConfig
-from nalora.control import BlockFactors
-from nalora.decision import BlockGroup
-from nalora.statistics import Sums, triton_engine
+from nalora.control.apply import BlockFactors
+from nalora.control.decision import BlockGroup
+from nalora.kernels.statistics import Sums, triton_engine
 
 SILU = activations.get("silu")
 POINTS = (-1.278464543, 1.278464543)

@@ -9,7 +9,7 @@ import torch
 from paper_hooks import PaperHooks
 
 import nalora
-from nalora.graphs import GraphedStep
+from nalora.kernels.cuda_graphs import GraphedStep
 
 
 class Training:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from collect import REPEATS, losses
 
+from nalora.runs.folder import HELD_OUT
 from nalora.studies.comparison import Comparison, compare_pairs
 from nalora.studies.conduct import so_far
 from nalora.studies.study import read
-from nalora.training.folder import HELD_OUT
 
 ALSO_LORA = "control, both off"
 STUDIES = Path(__file__).parents[1] / "studies"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nalora.fused import shared_input
+from nalora.kernels.fused import shared_input
 
 
 def counted(monkeypatch) -> list[int]:

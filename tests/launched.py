@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from nalora import methods
 from nalora.models import loading
+from nalora.runs.folder import RunFolder, read_jsonl
+from nalora.runs.settings import check
 from nalora.training import run as running
-from nalora.training.folder import RunFolder, read_jsonl
-from nalora.training.settings import check
 
 # In float64 a difference is another method; in float32 it may be rounding that a method amplifies.
 CASES: dict[str, dict] = {

@@ -13,8 +13,8 @@ from torch import nn
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
-from nalora.blocks import find_blocks
-from nalora.plan import make_plan
+from nalora.control.blocks import find_blocks
+from nalora.control.plan import make_plan
 
 DECODER = dict(
     hidden_size=32,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
-from nalora.checkpoint import FILE_NAME
+from nalora.control.checkpoint import FILE_NAME
 
 
 def controller(layers: int = 2, model=None, **settings) -> nalora.NALoRAController:

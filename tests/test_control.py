@@ -10,8 +10,8 @@ from torch.optim import SGD
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.control import BlockFactors, Control, multiply_gradients, multiply_updates, snapshot
-from nalora.decision import BlockGroup, Decision
+from nalora.control.apply import BlockFactors, Control, multiply_gradients, multiply_updates, snapshot
+from nalora.control.decision import BlockGroup, Decision
 
 
 def one_step(model, inputs, controlled, apply_to="gradient", **settings):

@@ -215,7 +215,7 @@ def test_mask_and_scale_take_hold_of_the_rows_they_should():
 
 
 def test_the_adam_notice_is_one_sentence_told_once_and_true():
-    from nalora import controller as module
+    from nalora.control import controller as module
 
     module._tell_once.cache_clear()
     model = tiny.llama()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nalora.counting import counted
+from nalora.errors import counted
 
 
 @pytest.mark.parametrize(

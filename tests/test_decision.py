@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nalora import NALoRAConfig, equations
-from nalora.decision import BlockGroup, Decision
+from nalora.control.decision import BlockGroup, Decision
 
 WIDTH = 4
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from rich.console import Console
 
-from nalora import demo
+from nalora.cli import demo
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ import torch
 from torch.optim import AdamW
 
 import nalora
-from nalora import NALoRAConfig, plan
-from nalora.statistics import compiled, engines, reference
+from nalora import NALoRAConfig
+from nalora.control import plan
+from nalora.kernels.statistics import compiled, engines, reference
 
-triton_engine = pytest.importorskip("nalora.statistics.triton_engine")
+triton_engine = pytest.importorskip("nalora.kernels.statistics.triton_engine")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENGINES = {

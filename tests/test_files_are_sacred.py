@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from report import run_folders
 
 import nalora
-from nalora import checkpoint, cli
-from nalora.training import marker
-from nalora.training.contents import LOCK
-from nalora.training.marker import MARKER
+from nalora import cli
+from nalora.control import checkpoint
+from nalora.runs import marker
+from nalora.runs.contents import LOCK
+from nalora.runs.marker import MARKER
 
 EVERYTHING_OF_A_RUN = (
     MARKER, LOCK, "run.yaml", "environment.json", "metrics.jsonl", "gates.jsonl", "result.json", "diagnosis.json",
@@ -275,7 +276,7 @@ def test_random_trees_survive_every_command(known, base, entries):
         for each in commands_on(place, folder, base, outside / "no model"):
             command(*each)
             assert_untouched(before, Path(where), each)
-        from nalora import demo
+        from nalora.cli import demo
 
         for do in (
             lambda: demo.run(_console(), folder=place, settings=[f"model={outside / 'no model'}"]),

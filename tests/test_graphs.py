@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.graphs import GraphedStep
+from nalora.kernels.cuda_graphs import GraphedStep
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import nalora
-from nalora.inspection import inspect_model
+from nalora.control.inspection import inspect_model
 from nalora.models import smollm2
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4)
@@ -53,8 +53,10 @@ def test_folder_and_config_file_give_the_same_plan(llama):
 
 def test_nothing_is_allocated(llama, monkeypatch):
     seen = []
-    find_blocks = nalora.inspection.find_blocks
-    monkeypatch.setattr(nalora.inspection, "find_blocks", lambda model: seen.append(model) or find_blocks(model))
+    find_blocks = nalora.control.inspection.find_blocks
+    monkeypatch.setattr(
+        nalora.control.inspection, "find_blocks", lambda model: seen.append(model) or find_blocks(model)
+    )
     inspect_model(str(llama))
     assert {p.device.type for p in seen[0].parameters()} == {"meta"}
 

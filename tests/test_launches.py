@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nalora import processes
+from nalora.distributed import processes
 from nalora.errors import NALoRAError
 
 MEET = "from nalora import processes; processes.meet('cpu'); print('met', processes.count())"

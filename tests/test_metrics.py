@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import nalora
 from nalora.config import NALoRAConfig
-from nalora.metrics import FOLLOWED, NEUTRAL
+from nalora.control.metrics import FOLLOWED, NEUTRAL
 
 
 def after_steps(model, config, steps=3):

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
-from nalora.statistics import reference
+from nalora.kernels.statistics import reference
 
 
 def attached(model=None, optimizer=None, **settings):

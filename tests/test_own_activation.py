@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from nalora.activations import KNOWN, get
+from nalora.control.own_activation import by_differences, find, own, twin
 from nalora.errors import NALoRAError
-from nalora.own_activation import by_differences, find, own, twin
 
 SOURCE = """
 import numpy as np

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 import nalora
-from nalora import packaged
+from nalora.runs import packaged, settings
 from nalora.studies import study
-from nalora.training import settings
 
 ROOT = Path(nalora.__file__).parents[2]
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from nalora.progress import bars
+from nalora.runs.progress import bars
 
 
 @pytest.mark.parametrize("transient", [False, True])

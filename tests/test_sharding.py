@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.control import multiply_gradients, multiply_updates, snapshot
-from nalora.sharding import local, sharing_processes
+from nalora.control.apply import multiply_gradients, multiply_updates, snapshot
+from nalora.distributed.shards import local, sharing_processes
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def test_a_mask_of_another_shape_is_an_error():
 @pytest.mark.parametrize("pads_on_the_left", [True, False])
 def test_a_boolean_mask_is_read_by_what_it_means(causal, lengths, pads_on_the_left):
     """MPT's has True where a key is hidden; everybody else's where it is seen."""
-    from nalora.tokens import _as_token_mask
+    from nalora.control.tokens import _as_token_mask
 
     real = mask_of(*lengths, size=max(lengths)).bool()
     if pads_on_the_left:

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import nalora
-from nalora import whole_files
+from nalora.files import atomic
 
 
 @pytest.mark.parametrize("content", ["φ(z)·u\nzwei\n", b"\x00\xff\r\n"])
 def test_what_is_written_is_there_and_nothing_else(tmp_path, content):
     path = tmp_path / "file"
     for _ in range(2):  # the second one takes the place of the first
-        whole_files.write(path, content)
+        atomic.write(path, content)
     assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_there_and_nothing_else(tmp_path, content):
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch, step):
     path = tmp_path / "file"
-    whole_files.write(path, "before")
+    atomic.write(path, "before")
     seen = []
 
     def full(*_):
@@ -40,7 +40,7 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch, step):
 
     monkeypatch.setattr(os, step, full)
     with pytest.raises(OSError, match="disk full"):
-        whole_files.write(path, "after")
+        atomic.write(path, "after")
     assert sorted(seen) == [f".file.{os.getpid()}", "file"]
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
@@ -48,8 +48,8 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch, step):
 
 def test_tensors_come_back_with_their_metadata(tmp_path):
     given = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor([True, False])}
-    whole_files.save_tensors(tmp_path / "t.safetensors", given, {"version": "1"})
-    whole_files.save_tensors(tmp_path / "plain.safetensors", given)
+    atomic.save_tensors(tmp_path / "t.safetensors", given, {"version": "1"})
+    atomic.save_tensors(tmp_path / "plain.safetensors", given)
     with safe_open(tmp_path / "t.safetensors", framework="pt") as file:
         assert file.metadata() == {"version": "1"}
         assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118
@@ -75,7 +75,7 @@ def test_json_is_valid_for_every_number(value):
         return {key: expected(each) for key, each in value.items()} if isinstance(value, dict) else value
 
     for settings in ({}, {"indent": 2}, {"compact": True}):
-        text = whole_files.json_text(value, **settings)
+        text = atomic.json_text(value, **settings)
         text.encode()
         assert json.loads(text, parse_constant=no_bare_word) == expected(value)
 
@@ -86,18 +86,18 @@ def test_json_of_numpy_and_torch():
         "arrays": [np.array([1.5, np.nan]), torch.tensor([[1, 2]])],
         np.int64(7): "a key",
     }
-    assert json.loads(whole_files.json_text(value)) == {
+    assert json.loads(atomic.json_text(value)) == {
         "scalars": [None, None, 3, True, None], "arrays": [[1.5, None], [[1, 2]]], "7": "a key",
     }  # fmt: skip
     with pytest.raises(TypeError):
-        whole_files.json_text({"a": object()})
-    assert whole_files.json_text([Path("a"), math.nan], default=str) == '["a", null]'
+        atomic.json_text({"a": object()})
+    assert atomic.json_text([Path("a"), math.nan], default=str) == '["a", null]'
 
 
 def test_json_of_half_a_surrogate_pair_can_be_written():
-    text = whole_files.json_text({"answer": "φ \ud83d"})
+    text = atomic.json_text({"answer": "φ \ud83d"})
     assert json.loads(text.encode()) == {"answer": "φ \ud83d"}
-    assert "φ" in whole_files.json_text("φ")
+    assert "φ" in atomic.json_text("φ")
 
 
 # Programs that run by themselves inside the sandbox, where they cannot import nalora, and send values, NaN included, to

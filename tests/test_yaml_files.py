@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nalora.errors import NALoRAError
+from nalora.files.yaml_reader import MOST_LEVELS, read, value
+from nalora.runs import settings as runs
 from nalora.studies import study
-from nalora.training import settings as runs
-from nalora.yaml_files import MOST_LEVELS, read, value
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nalora import activations
     from nalora.config import NALoRAConfig, ProjectionScale
-    from nalora.controller import NALoRAController, attach
+    from nalora.control.controller import NALoRAController, attach
     from nalora.errors import NALoRAError
     from nalora.integrations.trainer import attach_trainer
 
@@ -29,16 +29,16 @@ __all__ = [
 _HOMES = {
     "NALoRAConfig": "config",
     "ProjectionScale": "config",
-    "NALoRAController": "controller",
-    "attach": "controller",
+    "NALoRAController": "control.controller",
+    "attach": "control.controller",
     "NALoRAError": "errors",
     "attach_trainer": "integrations.trainer",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("activations", "graphs"):
-        return import_module(f"nalora.{name}")
+    if name == "activations":
+        return import_module("nalora.activations")
     if name in _HOMES:
         return getattr(import_module(f"nalora.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'nalora' has no attribute {name!r}")

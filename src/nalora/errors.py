@@ -76,3 +76,13 @@ def shortened(found: object, most: int = 80) -> str:
     """A text as it is, anything else as Python writes it; cut where a sentence could no longer be read."""
     text = found if isinstance(found, str) else repr(found)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is 1; thousands are separated by commas.
+
+    Args:
+        number: how many.
+        noun: in the singular, with a regular plural.
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

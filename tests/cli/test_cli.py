@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 
 import nalora
-from nalora import demo
+from nalora.cli import demo
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 

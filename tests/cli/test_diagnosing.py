@@ -6,8 +6,8 @@ import json
 
 import tiny
 
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def test_diagnose(run, tmp_path):

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nalora import methods, tasks
-from nalora.training.settings import RunSettings
+from nalora.runs.settings import RunSettings
 
 SETTINGS = [
     *(field.name for field in dataclasses.fields(RunSettings)), *tasks.options("gym/chain_sum"),

@@ -10,8 +10,8 @@ from rich.console import Console
 from nalora.cli.mismatching import print_mismatch
 from nalora.diagnostics.mismatch import compare
 from nalora.diagnostics.mismatch_measures import measures
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def printed(run, target, masks=None) -> str:

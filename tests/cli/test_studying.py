@@ -17,12 +17,12 @@ from rich.console import Console
 
 from nalora.cli.studying import states
 from nalora.report.tables import escape_markdown
+from nalora.runs.marker import MARKER
 from nalora.studies import conduct
 from nalora.studies.conduct import Progress
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, Store
 from nalora.studies.study import understand
-from nalora.training.marker import MARKER
 
 
 @pytest.fixture

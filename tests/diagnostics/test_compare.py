@@ -11,7 +11,7 @@ import transformers
 from nalora.diagnostics.compare import compare
 from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin
-from nalora.wrapping import base_of
+from nalora.distributed.wrappers import base_of
 
 LENGTHS = (9, 4, 7, 1, 12, 5)
 

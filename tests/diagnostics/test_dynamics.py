@@ -11,7 +11,6 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from stopped_runs import train_and_stop
 
 import nalora
 from nalora import activations
@@ -19,9 +18,9 @@ from nalora.diagnostics import compare as compare_module
 from nalora.diagnostics.dynamics import CHANNELS_FILE, Request, diagnose
 from nalora.diagnostics.lockstep import Lockstep
 from nalora.diagnostics.measures import MEASURES
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 PROBE = Request(probe_size=12, batch_size=8)
 
@@ -290,23 +289,9 @@ def test_a_mask_that_was_followed_and_never_applied_weighs_nothing(tmp_path):
     found = {}
     for name, others in (("lora", {"method": "lora"}), ("off", {"mask": False, "scaling": False})):
         folder = tmp_path / name
-        train(check(settings(folder, steps=2, snapshot_every=1, diagnose_every=1, learning_rate=1e-2, **others)))
-        online = json.loads((folder / "run" / "diagnosis.json").read_text())
-        found[name] = [diagnose(folder / "run", PROBE)["cumulative"]["D_EH"], online["cumulative"]["D_EH"]]
-    for lora, off in zip(found["lora"], found["off"], strict=True):
-        assert off == pytest.approx(lora, rel=1e-5)
-
-
-def test_a_resumed_run_goes_on_with_its_diagnosis(tmp_path, monkeypatch):
-    """What moved before it was stopped stays; what is not known is said."""
-    run = check(settings(tmp_path, snapshot_every=0, diagnose_every=2, probe_size=6))
-    train_and_stop(run, monkeypatch, after=3)
-    train(run, resume=True)
-    found = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
-    assert [(row["from"], row["to"]) for row in found["intervals"]] == [(0, 2), (3, 4), (4, 6)]
-    assert found["first_to_last"] is None
-    assert [row["step"] for row in found["shares"]] == found["steps"] == [0, 2, 4, 6]
-    assert any("resumed at step 3" in each for each in found["notices"])
+        train(check(settings(folder, steps=2, snapshot_every=1, learning_rate=1e-2, **others)))
+        found[name] = diagnose(folder / "run", PROBE)["cumulative"]["D_EH"]
+    assert found["off"] == pytest.approx(found["lora"], rel=1e-5)
 
 
 def test_a_run_that_is_still_going(run):
@@ -344,27 +329,3 @@ def test_a_state_that_diverged_gives_null_not_a_crash(run):
     assert found["intervals"][-1]["D_sel"] == [None, None]
     assert found["cumulative"]["D_sel"] == [None, None]
     json.dumps(found, allow_nan=False)
-
-
-@pytest.mark.parametrize("method", ["na-lora", "full"])
-def test_online_finds_the_same_and_leaves_training_alone(tmp_path, method):
-    same = {"method": method, "learning_rate": 1e-2, "dropout": 0.1 if method == "na-lora" else 0.0, "max_length": 128}
-    if method == "full":
-        del same["dropout"]
-    train(check(settings(tmp_path, **same)))
-    offline = diagnose(tmp_path / "run", Request(probe_size=12))
-    other = {**settings(tmp_path, **same), "output": str(tmp_path / "online"), "diagnose_every": 2, "probe_size": 12}
-    train(check({**other, "snapshot_every": 0}))
-    file = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
-    ours, theirs = load_file(tmp_path / "online" / file), load_file(tmp_path / "run" / file)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    online = json.loads((tmp_path / "online" / "diagnosis.json").read_text())
-    assert online["steps"] == [0, 2, 4, 6]
-    assert online["probe"] == offline["probe"]
-    for one, two in zip(
-        [*online["intervals"], online["first_to_last"]], [*offline["intervals"], offline["first_to_last"]], strict=True
-    ):
-        for name in MEASURES:
-            assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-5), name
-    assert online["histogram"]["steps"] == [0, 6]
-    assert online["cost"]["seconds"] > 0

@@ -16,7 +16,7 @@ import nalora
 from nalora.diagnostics.lockstep import Lockstep
 from nalora.diagnostics.sites import find_sites
 from nalora.diagnostics.twins import twin
-from nalora.wrapping import base_of
+from nalora.distributed.wrappers import base_of
 
 
 def padded(batch=3, length=10):

@@ -13,16 +13,16 @@ import transformers
 from safetensors.torch import load_file
 
 import nalora
-from nalora import checkpoint
+from nalora.control import checkpoint
 from nalora.diagnostics.decomposition import TERMS
 from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.mismatch import compare, diagnose_against
 from nalora.diagnostics.mismatch_measures import in_words, measures
 from nalora.diagnostics.pairs import open_pair
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import finished_run
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.saved_run import finished_run
-from nalora.training.settings import check
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 3}
 

@@ -10,13 +10,13 @@ import torch
 
 import nalora
 from nalora.evaluation import evaluate as evaluation
+from nalora.evaluation.generation import Writer
 from nalora.evaluation.targets import Request, evaluate_target
-from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded, ModelSpec, load
+from nalora.runs.encoding import Encoder
+from nalora.runs.settings import check
 from nalora.tasks import Example, Task
-from nalora.training.data import Encoder
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import nalora
 from nalora.evaluation.folder import claimed_folder
 from nalora.evaluation.records import Records
-from nalora.training import marker
+from nalora.runs import marker
 
 
 @pytest.mark.parametrize("name", ["outputs.jsonl", "scores.jsonl", "losses.jsonl", "judgements.jsonl", "summary.json"])

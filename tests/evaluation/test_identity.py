@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nalora.evaluation import identity
+from nalora.evaluation.generation import Writer
 from nalora.evaluation.targets import Request, evaluate_target
-from nalora.evaluation.writing import Writer
+from nalora.runs.settings import check
 from nalora.tasks.math import GSM8K
 from nalora.training.run import train
-from nalora.training.settings import check
 
 CHAT = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
 

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from nalora.evaluation import static_writing
-from nalora.evaluation.static_writing import write_greedily
+from nalora.evaluation import static_generation
+from nalora.evaluation.static_generation import write_greedily
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
@@ -54,15 +54,15 @@ def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
     ids, mask = prompts(device)
     whole = write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD)
     lengths = []
-    keep = static_writing._Rows.kept
+    keep = static_generation._Rows.kept
 
     def kept(self, rows, length, config):
         lengths.append(length)
         return keep(self, rows, length, config)
 
-    monkeypatch.setattr(static_writing._Rows, "kept", kept)
-    monkeypatch.setattr(static_writing, "_FIRST_ROOM", 16)
-    monkeypatch.setattr(static_writing, "_ALIGNED", 8)
+    monkeypatch.setattr(static_generation._Rows, "kept", kept)
+    monkeypatch.setattr(static_generation, "_FIRST_ROOM", 16)
+    monkeypatch.setattr(static_generation, "_ALIGNED", 8)
     assert write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD) == whole
     assert max(lengths) == 104, "room for nine and ninety"
     assert len(set(lengths)) > 1

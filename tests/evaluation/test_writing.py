@@ -7,9 +7,9 @@ import tiny
 import torch
 import transformers
 
-from nalora.evaluation.writing import Writer
+from nalora.evaluation.generation import Writer
+from nalora.runs.encoding import Encoder
 from nalora.tasks import Example
-from nalora.training.data import Encoder
 
 EXAMPLES = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
 

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from nalora.fused import factors as module
-from nalora.fused.factors import Adapters, StepFactors, adapters_of, cast
+from nalora.kernels.fused import factors as module
+from nalora.kernels.fused.factors import Adapters, StepFactors, adapters_of, cast
 
 
 def random_adapters(scalings=(2.0, 0.5)):

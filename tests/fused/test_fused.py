@@ -10,11 +10,11 @@ from torch.optim import AdamW
 import nalora
 from nalora import NALoRAConfig, activations
 
-gated = pytest.importorskip("nalora.fused.gated")
-from nalora.fused.factors import Adapters, cast  # noqa: E402
-from nalora.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
-from nalora.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
-from nalora.statistics.triton_activations import number_and_limit  # noqa: E402
+gated = pytest.importorskip("nalora.kernels.fused.gated")
+from nalora.kernels.fused.factors import Adapters, cast  # noqa: E402
+from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
+from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
+from nalora.kernels.statistics.triton_activations import number_and_limit  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = pytest.mark.parametrize("kernels", ["fused-activation", "fused"])

@@ -8,9 +8,9 @@ import tiny
 import torch
 from torch import nn
 
-from nalora.fused.factors import StepFactors
-from nalora.fused.linears import fuse_linears
-from nalora.fused.shared_input import children_of_one_input
+from nalora.kernels.fused.factors import StepFactors
+from nalora.kernels.fused.linears import fuse_linears
+from nalora.kernels.fused.shared_input import children_of_one_input
 
 
 class Three(nn.Module):

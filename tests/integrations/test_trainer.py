@@ -23,7 +23,7 @@ from transformers.optimization import Adafactor
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
-from nalora.checkpoint import FILE_NAME
+from nalora.control.checkpoint import FILE_NAME
 
 SPACES = pytest.mark.parametrize("apply_to", ["gradient", "update"])
 LEARNING_RATE = 3e-3

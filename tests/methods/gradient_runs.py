@@ -8,9 +8,9 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def settings_of(tmp_path, **more) -> dict:

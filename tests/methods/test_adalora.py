@@ -16,9 +16,9 @@ from nalora import methods
 from nalora.integrations.adalora import STATE_FILE
 from nalora.methods.lora import lora_layers
 from nalora.methods.method import Adapter, Start
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 RANK, LAYERS = 4, 14
 

@@ -14,9 +14,9 @@ from torch.optim import SGD
 
 import nalora
 from nalora import NALoRAConfig, methods
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def masks(steps=3, **config):

@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file
 
 import nalora
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 

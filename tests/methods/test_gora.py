@@ -30,8 +30,8 @@ from nalora import methods
 from nalora.methods import gora
 from nalora.methods.gora import GoRA, compressed_step, drawn_rows, rank_pattern
 from nalora.methods.method import Adapter, Start
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 RANK, ALPHA = 4, 16
 FEW = {"gradient_batches": 3, "min_rank": 2, "max_rank": 9}

@@ -30,7 +30,7 @@ from ranks import results_of_two
 from torch import nn
 
 import nalora
-from nalora import processes
+from nalora.distributed import processes
 from nalora.methods import gradients
 from nalora.methods.gradients import grouped, reduce_mean_gradients
 from nalora.methods.method import Start

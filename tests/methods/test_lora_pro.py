@@ -20,9 +20,9 @@ from nalora.methods.lora_pro import LoRAPro, pairs_of, replace_gradients
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair
 from nalora.methods.method import Adapter, Start
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 MODES = ("efficient", "full")
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3}

@@ -7,7 +7,7 @@ import torch
 from gradient_models import keep_all, llama, rows, start_on, wrapped
 
 import nalora
-from nalora import processes
+from nalora.distributed import processes
 from nalora.methods import gradients
 
 

@@ -13,7 +13,7 @@ import nalora
 from nalora import methods
 from nalora.methods.method import Adapter, Start
 from nalora.methods.peft_tuners import tuners
-from nalora.training.settings import RunSettings, check
+from nalora.runs.settings import RunSettings, check
 
 
 @pytest.mark.parametrize(

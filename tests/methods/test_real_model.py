@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from nalora.models.loading import ModelSpec, load
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 # Learning rates that suit each method: full fine-tuning and starts from the gradient want lower ones.
 ELEVEN = [

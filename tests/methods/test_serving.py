@@ -18,8 +18,8 @@ from nalora.methods.gora import GoRA
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter
 from nalora.methods.rslora import RsLoRA
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 RANK, ALPHA = 4, 12
 SETTINGS = {

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import methods
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 ELEVEN = [
     {"method": "full"},

@@ -17,7 +17,7 @@ import transformers
 from gguf_files import SPECIAL, write_llama
 
 import nalora
-from nalora.inspection import inspect_model
+from nalora.control.inspection import inspect_model
 from nalora.models import dequantised
 from nalora.models.dequantised import dense_folder
 from nalora.models.loading import ModelSpec, load, local_source
@@ -213,8 +213,8 @@ def test_quantising_acts_on_a_gguf_file_too(file):
 
 
 def test_a_trained_adapter_names_a_base_that_loads(file, tmp_path):
+    from nalora.runs.settings import check
     from nalora.training.run import train
-    from nalora.training.settings import check
 
     run = {"model": str(file), "task": "gym/chain_sum", "train_size": 8, "test_size": 4, "steps": 1, "batch_size": 2,
            "output": str(tmp_path / "run"), "device": "cpu"}  # fmt: skip

@@ -10,8 +10,8 @@ import nalora
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.models.kinds import is_encoder_only
 from nalora.models.loading import ModelSpec, load
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 SMALL = dict(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 

@@ -12,9 +12,9 @@ import transformers
 import nalora
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.models.positions import position_limit
+from nalora.runs.settings import check
 from nalora.tasks.math import GSM8K
 from nalora.training.run import train
-from nalora.training.settings import check
 
 PLACES = 32
 HIDDEN = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)

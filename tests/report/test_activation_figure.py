@@ -11,8 +11,8 @@ import torch
 from figure_files import check_files, svg_words, texts
 
 from nalora.activations import KNOWN, get
+from nalora.control.own_activation import own
 from nalora.errors import NALoRAError
-from nalora.own_activation import own
 from nalora.report.activation_figure import activation_figure, draw_activation
 
 

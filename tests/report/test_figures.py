@@ -11,7 +11,7 @@ import torch
 from figure_files import check_files, texts
 
 from nalora.activations import get
-from nalora.recorded_controls import named_activation
+from nalora.control.recorded import named_activation
 from nalora.report import figures, gate_figures, paper_figures
 from nalora.report.capacity import read_capacity
 from nalora.report.data import read_run, read_runs

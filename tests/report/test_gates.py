@@ -13,8 +13,8 @@ from rich.console import Console
 from nalora.report import gate_figures
 from nalora.report.data import read_run
 from nalora.report.html import page
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 from report.run_folders import write_run
 
 SCALES = ("scale_gate", "scale_up", "scale_down")

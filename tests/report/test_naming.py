@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nalora import own_output
+from nalora.files import outputs
 from nalora.report.data import read_run
 from nalora.report.figures import _file_names, loss_curves, write_figures
 from nalora.report.html import page
@@ -165,6 +165,6 @@ def test_a_studys_markdown_has_no_markup_of_its_arms(name):
     study.name = name
     table = tabulate([Record(name, 0, {"test loss": 1.0})])
     part = Part({"over": name}, table, {}, {name: 1e-3}, (name,), (), {name: {1e-3: 0.5}}, {}, (f"{name} diverged",))
-    text = in_markdown(study, [part]).replace(f"<!-- {own_output.TEXT} -->", "")
+    text = in_markdown(study, [part]).replace(f"<!-- {outputs.TEXT} -->", "")
     assert not re.search(r"(?<!\\)[<\[]", re.sub(r"</?u>", "", text))
     assert "https:" not in text

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import nalora
 from nalora import activations
-from nalora.statistics import Sums, choose, compiled, engines, reference
+from nalora.kernels.statistics import Sums, choose, compiled, engines, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 THRESHOLDS = (-1.25, 1.375)  # values that bf16 holds exactly, so that counts must agree exactly

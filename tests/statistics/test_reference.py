@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nalora import activations
-from nalora.statistics import Sums, accumulate, reference
+from nalora.kernels.statistics import Sums, accumulate, reference
 
 TAU = (-1.278464543, 1.278464543)
 SILU = activations.get("silu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nalora import activations
-from nalora.statistics import Sums, choose, reference
+from nalora.kernels.statistics import Sums, choose, reference
 
-triton_engine = pytest.importorskip("nalora.statistics.triton_engine")
+triton_engine = pytest.importorskip("nalora.kernels.statistics.triton_engine")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 THRESHOLDS = (-1.25, 1.375)  # values that bf16 holds exactly, so that counts must agree exactly
@@ -109,7 +109,7 @@ def test_the_engine_is_chosen_by_device_activation_and_precision():
 
 
 def test_without_triton_the_reference_serves(monkeypatch):
-    from nalora.statistics import engines
+    from nalora.kernels.statistics import engines
 
     monkeypatch.setattr(engines, "_has_triton", lambda: False)
     assert choose(activations.get("silu"), torch.device("cuda"), torch.float32, kernels="auto").name == "reference"
@@ -121,7 +121,7 @@ def test_a_namesake_of_a_known_activation_has_no_kernel():
 
     namesake = activations.get(silu)
     assert namesake.name == "silu"
-    number_and_limit = pytest.importorskip("nalora.statistics.triton_activations").number_and_limit
+    number_and_limit = pytest.importorskip("nalora.kernels.statistics.triton_activations").number_and_limit
     assert number_and_limit(namesake) is None
     assert number_and_limit(activations.clamped(namesake, 7.0)) is None
     assert number_and_limit(activations.clamped(activations.get("silu"), 7.0)) == (0, 7.0)

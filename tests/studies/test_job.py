@@ -15,9 +15,9 @@ import transformers
 
 import nalora.training.run as training
 from nalora import NALoRAError
+from nalora.runs.saved_run import read_run
 from nalora.studies.job import Job, work
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
-from nalora.training.saved_run import read_run
 
 
 @pytest.fixture

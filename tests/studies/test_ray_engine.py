@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 
 import nalora
 from nalora.cli import app
+from nalora.runs.folder import read_jsonl
 from nalora.studies.conduct import conduct
 from nalora.studies.engines import LocalEngine
 from nalora.studies.job import Job, work
 from nalora.studies.ray_engine import RayEngine
 from nalora.studies.store import Store
 from nalora.studies.study import understand
-from nalora.training.folder import read_jsonl
 
 pytest.importorskip("ray")
 STEPS, SAVE_EVERY, LOST_AT = 60, 10, 15

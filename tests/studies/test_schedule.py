@@ -8,11 +8,11 @@ import dummies
 import pytest
 
 import nalora
+from nalora.runs.settings import check
 from nalora.studies.answer import answer
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, key
 from nalora.studies.study import read
-from nalora.training.settings import check
 
 
 def known(job, parts=(VALIDATION,)):

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import nalora
+from nalora.runs.settings import check
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store, key
-from nalora.training.settings import check
 
 OWN = "gym/chain_sum"
 

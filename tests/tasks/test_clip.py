@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
+from nalora.runs.folder import RunFolder, read_jsonl
+from nalora.runs.settings import check
 from nalora.tasks.clip import TARGET_MODULES, CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
 from nalora.tasks.images import Picture
-from nalora.training.folder import RunFolder, read_jsonl
 from nalora.training.run import train
-from nalora.training.settings import check
 
 pytest.importorskip("sklearn")
 

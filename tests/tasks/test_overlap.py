@@ -19,9 +19,9 @@ from PIL import Image
 import nalora
 from nalora import tasks
 from nalora.evaluation.targets import Request, evaluate_target
+from nalora.runs.settings import check
 from nalora.tasks.overlap import question_key
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def lines(file: Path, rows: list[dict]) -> None:

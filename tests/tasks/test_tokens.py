@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 from nalora import tasks
+from nalora.runs.encoding import IGNORED, Encoder
 from nalora.tasks import sources
-from nalora.training.data import IGNORED, Encoder
 
 HUB = {
     "meta-math/MetaMathQA": [{"query": "What is 2+3?", "response": "It is 5.\nThe answer is: 5", "type": "GSM_AnsAug"}],

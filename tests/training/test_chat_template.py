@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nalora
-from nalora.evaluation.writing import Writer
+from nalora.evaluation.generation import Writer
+from nalora.runs.encoding import IGNORED, Encoder
 from nalora.tasks import Example
-from nalora.training.data import IGNORED, Encoder
 
 # The template, the tokenizer's BOS and EOS, and the token that ends a turn.
 STYLES = {

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from stopped_runs import train_and_stop
 
-from nalora.training import checkpoints
-from nalora.training.folder import RunFolder
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def write(place, step, *, done=True):

@@ -8,11 +8,11 @@ import signal
 import pytest
 
 import nalora
-from nalora import whole_files
-from nalora.training import checkpoints
+from nalora.files import atomic
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.claim import claimed
-from nalora.training.folder import RunFolder
-from nalora.training.settings import check
 
 SETTINGS = {"model": "smollm2-135m", "task": "gsm8k"}
 
@@ -43,10 +43,10 @@ def fail(error=RuntimeError):
 def test_a_start_that_fails_leaves_nothing(folder, error):
     def get_as_far_as_the_first_step():
         folder.snapshot(0).mkdir(parents=True)
-        whole_files.note_created(folder.snapshot(0))
-        whole_files.write(folder.gates, '{"blocks": []}\n')
+        atomic.note_created(folder.snapshot(0))
+        atomic.write(folder.gates, '{"blocks": []}\n')
         folder.start.mkdir()
-        whole_files.write(folder.start / "start.safetensors", b"")
+        atomic.write(folder.start / "start.safetensors", b"")
         (folder.checkpoints / "runs" / "today").mkdir(parents=True)
         (folder.checkpoints / "runs" / "today" / f"events.out.tfevents.1.host.{os.getpid()}.0").write_bytes(
             b"tensorboard's"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import nalora
-from nalora.training import contents, marker
-from nalora.training.folder import RunFolder
+from nalora.runs import contents, marker
+from nalora.runs.folder import RunFolder
 from nalora.training.run import _read_result
 
 

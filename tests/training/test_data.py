@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nalora
+from nalora.runs.encoding import IGNORED, Collator, Encoder, encode, pack
 from nalora.tasks import Example
-from nalora.training.data import IGNORED, Collator, Encoder, encode, pack
 
 TOKENIZER = tiny.tokenizer()
 TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=30)

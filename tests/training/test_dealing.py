@@ -7,8 +7,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
-from nalora.training.data import IGNORED, Collator
-from nalora.training.dealing import BLANK, Filled
+from nalora.runs.encoding import IGNORED, Collator
+from nalora.training.batch_split import BLANK, Filled
 
 
 @pytest.mark.parametrize("examples", range(1, 26))

@@ -13,9 +13,9 @@ from launched import difference, losses, weights
 from stopped_runs import train_and_stop
 
 from nalora import NALoRAError
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def go_on(folder, settings, **changes):
 
 @pytest.mark.parametrize(
     "change",
-    [{"save_every": 50}, {"log_every": 3}, {"snapshot_every": 2}, {"diagnose_every": 2}, {"report_to": "tensorboard"},
+    [{"save_every": 50}, {"log_every": 3}, {"snapshot_every": 2}, {"report_to": "tensorboard"},
      {"device": None}, {"micro_batch_size": 4}, {"output": "elsewhere"}],
 )  # fmt: skip
 def test_what_changes_nothing_may_change_and_is_written_down(begun, settings, change):

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import nalora
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 # How many layers the tiny model's calls compute together: query, key and value; the output; gate and up; down.
 TOGETHER = {3, 2, 1}

@@ -11,13 +11,13 @@ import torch
 
 import nalora
 from nalora import tasks
-from nalora.evaluation.writing import Writer
+from nalora.evaluation.generation import Writer
 from nalora.models.loading import ModelSpec, load
+from nalora.runs.encoding import Collator, Encoder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.studies.job import let_go_of_memory
-from nalora.training.data import Collator, Encoder
-from nalora.training.folder import RunFolder
 from nalora.training.run import train
-from nalora.training.settings import check
 
 METHODS = [
     {"method": "lora"},
@@ -139,7 +139,7 @@ def test_what_cannot_be_replayed_is_refused(settings, tmp_path, changes, message
     ],
 )
 def test_obstacles_are_named(changes, accumulated, processes, dtype, message):
-    from nalora.training.graphed import refuse_unless_graphs_fit
+    from nalora.training.cuda_graphs import refuse_unless_graphs_fit
 
     run = check({"model": "smollm2-135m", "task": "gym/chain_sum", "cuda_graphs": True, **changes})
     with pytest.raises(nalora.NALoRAError, match=message):

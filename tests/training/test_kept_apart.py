@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import nalora
-from nalora.training.kept_apart import refuse_unless_kept_apart
+from nalora.runs.packed_examples import refuse_unless_kept_apart
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 FEED_FORWARD = {**SIZE, "intermediate_size": 64}

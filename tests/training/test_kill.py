@@ -11,7 +11,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from nalora.training.folder import RunFolder, read_jsonl
+from nalora.runs.folder import RunFolder, read_jsonl
 
 # Children of a process that has imported everything: a start costs a tenth of a second, not ten.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -20,8 +20,8 @@ KILLS = pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.
 
 
 def run_to_the_end(settings) -> None:
+    from nalora.runs.settings import check
     from nalora.training.run import train
-    from nalora.training.settings import check
 
     torch.set_num_threads(1)
     train(check(settings), resume=RunFolder(settings["output"]).settings.is_file())

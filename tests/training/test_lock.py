@@ -17,11 +17,11 @@ import pytest
 import tiny
 
 from nalora import NALoRAError
-from nalora.training import lock as module
-from nalora.training import marker
-from nalora.training.contents import LOCK
-from nalora.training.folder import RunFolder
-from nalora.training.lock import FolderLock
+from nalora.runs import lock as module
+from nalora.runs import marker
+from nalora.runs.contents import LOCK
+from nalora.runs.folder import RunFolder
+from nalora.runs.lock import FolderLock
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["nalora.training.run", "transformers", "peft"])
@@ -188,7 +188,7 @@ def test_the_package_works_without_fcntl(folder):
     code = (
         "import sys; sys.modules['fcntl'] = None\n"
         "import nalora, nalora.cli, nalora.studies.engines\n"
-        "from nalora.training.lock import FolderLock, fcntl\n"
+        "from nalora.runs.lock import FolderLock, fcntl\n"
         "from pathlib import Path\n"
         "assert fcntl is None\n"
         f"with FolderLock(Path({str(folder)!r})): pass\n"
@@ -201,8 +201,8 @@ def train_slowly(settings, started) -> None:
     """A run whose steps take a moment; the file appears with its first step."""
     import transformers
 
+    from nalora.runs.settings import check
     from nalora.training import run as running
-    from nalora.training.settings import check
 
     class Slow(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -219,8 +219,8 @@ def train_slowly(settings, started) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
 def test_a_second_train_is_refused_while_the_first_runs_and_goes_on_after_it(tmp_path, how):
+    from nalora.runs.settings import check
     from nalora.training.run import train
-    from nalora.training.settings import check
 
     settings = {
         "model": tiny.saved_llama(tmp_path / "base", layers=1), "task": "gym/chain_sum", "train_size": 21,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from nalora import NALoRAError, processes
-from nalora.training.folder import RunFolder, read_jsonl
+from nalora import NALoRAError
+from nalora.distributed import processes
+from nalora.runs.folder import RunFolder, read_jsonl
+from nalora.runs.settings import RunSettings, check
 from nalora.training.run import train
-from nalora.training.settings import RunSettings, check
 from nalora.training.trainer import Split, split_batch
 
 

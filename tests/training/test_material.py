@@ -6,9 +6,9 @@ import tiny
 
 from nalora import tasks
 from nalora.models import loading
+from nalora.runs.inputs import prepare, rows_summary
+from nalora.runs.settings import check
 from nalora.tasks.validation import hold_out
-from nalora.training.material import prepare, rows_summary
-from nalora.training.settings import check
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 4}
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import nalora
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 GATE_B = "model.layers.0.mlp.gate_proj.lora_B.weight"
 

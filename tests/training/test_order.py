@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nalora
-from nalora.training.folder import RunFolder
-from nalora.training.order import LikeLengths
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
+from nalora.training.length_order import LikeLengths
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 @given(

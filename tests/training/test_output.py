@@ -8,9 +8,9 @@ import pytest
 
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.training.output import as_a_name, refuse_unusable
+from nalora.runs.settings import check
+from nalora.runs.writable import as_a_name, refuse_unusable
 from nalora.training.run import train
-from nalora.training.settings import check
 
 
 def places(folder) -> dict[str, tuple[str, str]]:

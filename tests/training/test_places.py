@@ -11,10 +11,10 @@ import tiny
 import yaml
 
 from nalora.evaluation.targets import Request, evaluate_target
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import read_run
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.saved_run import read_run
-from nalora.training.settings import check
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ from launched import (
 )
 from tasks.test_clip import saved_clip
 
-from nalora.training import checkpoints
-from nalora.training.folder import RunFolder, read_jsonl
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder, read_jsonl
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 # Roundings of float64 through the worst of them, LoRA-GA's and LoRA-Pro's decompositions; PiSSA's is float32.
 TOLERANCE = {"pissa": 1e-6}

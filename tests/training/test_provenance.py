@@ -12,7 +12,7 @@ import pytest
 import nalora
 
 SOURCE = Path(nalora.__file__).parent
-PRINT = "from nalora.training.provenance import commit; print(commit())"
+PRINT = "from nalora.runs.provenance import commit; print(commit())"
 
 
 def git(folder, *arguments):

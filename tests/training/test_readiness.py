@@ -9,10 +9,10 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.training.loggers import refuse_missing
-from nalora.training.readiness import refuse_unready
+from nalora.runs.loggers import refuse_missing
+from nalora.runs.readiness import refuse_unready
+from nalora.runs.settings import check, read
 from nalora.training.run import train
-from nalora.training.settings import check, read
 
 MISSING = next(name for name in ("wandb", "clearml", "swanlab") if name not in get_available_reporting_integrations())
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import nalora
-from nalora.training.settings import RunSettings, check, read
+from nalora.runs.settings import RunSettings, check, read
 
 RECIPES = sorted((Path(nalora.__file__).parent / "recipes").glob("*.yaml"))
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from stopped_runs import train_and_stop
 
 import nalora
-from nalora.training.checkpoints import complete
-from nalora.training.folder import RunFolder
+from nalora.runs.checkpoints import complete
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 3}
 
@@ -234,8 +234,8 @@ def test_pictures_held_out_are_not_learnt_from_and_are_what_validation_asks(tmp_
     from nalora.evaluation.records import Records
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.models import loading
+    from nalora.runs.inputs import prepare
     from nalora.tasks.validation import hold_out
-    from nalora.training.material import prepare
 
     settings = {
         "model": saved_clip(tmp_path / "clip"), "task": "digits", "device": "cpu", "output": str(tmp_path / "run"),

@@ -11,12 +11,13 @@ import tiny
 import torch
 from test_lock import PROCESSES, until_there
 
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import RunSettings, check
 from nalora.studies.store import key
-from nalora.training import checkpoints, save_times
-from nalora.training.folder import RunFolder
+from nalora.training import checkpointing
+from nalora.training.checkpointing import SHARE_OF_TIME, SaveTimes
 from nalora.training.run import train
-from nalora.training.save_times import SHARE_OF_TIME, SaveTimes
-from nalora.training.settings import RunSettings, check
 
 
 class Clock:
@@ -24,8 +25,8 @@ class Clock:
 
     def __init__(self, tmp_path, monkeypatch, *, minutes=5.0, cost=1.0, parameters=1000, free=1e15):
         self.now, self.cost, self.step = 0.0, cost, 0
-        monkeypatch.setattr(save_times.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(save_times.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
+        monkeypatch.setattr(checkpointing.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
         self.folder = RunFolder(tmp_path)
         self.times = SaveTimes(self.folder, minutes)
         model = torch.nn.Linear(parameters, 1, bias=False, device="meta")
@@ -109,7 +110,7 @@ def train_until_killed(settings, saved) -> None:
 
     torch.set_num_threads(1)
     # Saves of a tiny model take a quarter of its time.
-    save_times.SHARE_OF_TIME = 1.0
+    checkpointing.SHARE_OF_TIME = 1.0
     make = running.make_trainer
     running.make_trainer = lambda *a: (t := make(*a)).add_callback(Tell()) or t
     running.train(check(settings))

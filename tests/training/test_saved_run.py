@@ -6,9 +6,9 @@ import pytest
 
 from nalora import NALoRAError
 from nalora.evaluation.targets import Request, evaluate_target
-from nalora.training.folder import RunFolder
-from nalora.training.saved_run import finished_run, read_run
-from nalora.training.settings import check
+from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import finished_run, read_run
+from nalora.runs.settings import check
 
 SETTINGS = {"model": "m", "task": "gym/chain_sum", "method": "lora", "train_size": 24}
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import nalora
+from nalora.runs.settings import check, key_values, read
 from nalora.studies import study
-from nalora.training.settings import check, key_values, read
 
 GOOD = {"model": "smollm2-135m", "task": "gsm8k"}
 

@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import load_file
 from stopped_runs import train_and_stop
 
-from nalora import checkpoint, metrics
-from nalora.training.folder import RunFolder
+from nalora.control import checkpoint, metrics
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 from nalora.training.snapshots import _rounded
 
 
@@ -122,6 +122,6 @@ def test_five_significant_digits():
 
 
 def test_settings_have_limits():
-    given = {"model": "m", "task": "gym/chain_sum", "snapshot_every": -1, "diagnose_every": -2, "probe_size": 0}
-    with pytest.raises(Exception, match="snapshot_every.*diagnose_every|diagnose_every.*snapshot_every"):
+    given = {"model": "m", "task": "gym/chain_sum", "snapshot_every": -1, "save_every": -2}
+    with pytest.raises(Exception, match="snapshot_every.*save_every|save_every.*snapshot_every"):
         check(given)

@@ -7,11 +7,11 @@ import torch
 from methods.gradient_runs import settings_of
 from safetensors.torch import load_file
 
-from nalora import processes
-from nalora.training.folder import RunFolder
+from nalora.distributed import processes
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import RunSettings, check
+from nalora.training.method_start import make_start
 from nalora.training.run import train
-from nalora.training.settings import RunSettings, check
-from nalora.training.start import make_start
 
 
 def rows_of(monkeypatch, *, count=1, batches=3, examples=50, **settings):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tasks.test_clip import classifier
 from torch import nn
 
+from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.settings import check
 from nalora.training.token_mean import IGNORED_LABEL, divides_by_items, share_of_step
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=30)

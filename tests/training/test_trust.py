@@ -9,20 +9,20 @@ import tiny
 import yaml
 
 from nalora import tasks
+from nalora.control.inspection import inspect_model
 from nalora.diagnostics.dynamics import Request as Look
 from nalora.diagnostics.dynamics import diagnose
 from nalora.diagnostics.mismatch import diagnose_against
 from nalora.errors import NALoRAError
 from nalora.evaluation.targets import Request, evaluate_target
-from nalora.inspection import inspect_model
 from nalora.report.data import read_runs
+from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import read_run
+from nalora.runs.settings import check
+from nalora.runs.trust import consequences
 from nalora.studies.job import Job, work
 from nalora.studies.store import TEST
-from nalora.training.folder import RunFolder
 from nalora.training.run import train
-from nalora.training.saved_run import read_run
-from nalora.training.settings import check
-from nalora.training.trust import consequences
 
 CODE = """
 from pathlib import Path

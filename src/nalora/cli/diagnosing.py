@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from nalora.cli.screen import console, hush_libraries, table
-from nalora.counting import counted
-from nalora.progress import bars
+from nalora.errors import counted
+from nalora.runs.progress import bars
 
 # How a measure of the file is headed, and with how many digits.
 _COLUMNS = {

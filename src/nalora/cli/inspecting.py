@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from nalora.cli.screen import console, hush_libraries, table
-from nalora.counting import counted
-from nalora.peft_names import in_base
+from nalora.errors import counted
+from nalora.models.peft_names import in_base
 
 if TYPE_CHECKING:
-    from nalora.inspection import Inspection
-    from nalora.plan import Plan
+    from nalora.control.inspection import Inspection
+    from nalora.control.plan import Plan
 
 
 def inspect(
@@ -51,7 +51,7 @@ def inspect(
     hush_libraries()
     with Console(stderr=True).status(f"reading {escape(model)}"):
         from nalora.config import NALoRAConfig
-        from nalora.inspection import inspect_model
+        from nalora.control.inspection import inspect_model
 
         names = [name for each in target_modules or () for name in each.split(",") if name]
         config = NALoRAConfig(
@@ -84,7 +84,7 @@ def activations(
     Your own is an elementwise function of a tensor; its derivatives and points are found from its values.
     """
     from nalora.activations import KNOWN
-    from nalora.own_activation import find, twin
+    from nalora.control.own_activation import find, twin
 
     shown = [find(name) for name in names] if names else list(KNOWN)
     rows = table("activation", "lower", "upper", "step scaling")
@@ -133,7 +133,7 @@ def _footnoted(control: str, reasons: list[str]) -> str:
 
 
 def _facts(plan: Plan, seen: Inspection) -> list[str]:
-    from nalora.plan import how_to_adapt
+    from nalora.control.plan import how_to_adapt
 
     lines = []
     for reason in dict.fromkeys(plan.refused.values()):

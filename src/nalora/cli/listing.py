@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from nalora import packaged
 from nalora.cli.screen import console, hush_libraries, table
 from nalora.errors import NALoRAError, did_you_mean, shortened
+from nalora.runs import packaged
 
 _STUDY = "studies/"
 

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from nalora.cli.screen import table
-from nalora.counting import counted
 from nalora.diagnostics.decomposition import TERMS
 from nalora.diagnostics.mismatch_measures import STATISTICS, in_words
+from nalora.errors import counted
 
 _NOTHING = "–"
 

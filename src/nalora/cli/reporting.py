@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nalora import packaged
 from nalora.cli.screen import console, hush_libraries
 from nalora.errors import NALoRAError
+from nalora.runs import packaged
 
 if TYPE_CHECKING:
     from nalora.report.data import RunData

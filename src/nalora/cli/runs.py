@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
-from nalora.counting import counted
-from nalora.progress import bars
+from nalora.errors import counted
+from nalora.runs.progress import bars
 
 
 def train(
@@ -36,14 +36,14 @@ def train(
 ) -> None:
     """Train one run; an ordinary PEFT adapter comes out. Ctrl-C leaves a run that --resume goes on with."""
     hush_libraries()
-    from nalora.training.settings import read
+    from nalora.runs.settings import read
 
     described = read(run, settings or [])
     if not resume:
-        from nalora.training.readiness import refuse_unready
+        from nalora.runs.readiness import refuse_unready
 
         refuse_unready(described)
-    from nalora.processes import is_first_process
+    from nalora.distributed.processes import is_first_process
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run
 
@@ -96,7 +96,7 @@ def evaluate(
     """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
     hush_libraries()
     from nalora.evaluation.targets import Request, evaluate_target
-    from nalora.training.settings import key_values
+    from nalora.runs.settings import key_values
 
     options = key_values(option or [])
     if unsafe_code:
@@ -144,7 +144,7 @@ def demo(
 ) -> None:
     """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces, and ask it; seven minutes on two cores."""
     hush_libraries()
-    from nalora.demo import run
+    from nalora.cli.demo import run
 
     given = {"steps": steps, "seed": seed}
     settings = [f"{name}={value}" for name, value in given.items() if value is not None]

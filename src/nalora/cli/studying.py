@@ -11,8 +11,7 @@ import typer
 from rich.text import Text
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
-from nalora.counting import counted
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
 
 # What a study exits with that lacks runs, because they failed.
 MISSING = 1
@@ -124,8 +123,8 @@ def _refuse_unready(described: Any, jobs: Iterable[Any]) -> None:
     """What the last hour of a study would need, before its first: a judge that is named."""
     if described.ask == "none":
         return
-    from nalora.training.readiness import refuse_unready
-    from nalora.training.settings import check
+    from nalora.runs.readiness import refuse_unready
+    from nalora.runs.settings import check
 
     by_task = {repr((job.settings["task"], job.settings.get("judge_model"))): job for job in jobs}
     for job in by_task.values():

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora import checkpoint, tasks
+from nalora import tasks
+from nalora.control import checkpoint
 from nalora.diagnostics.compare import Comparison, compare
 from nalora.diagnostics.file import Interval, State, contents, write_channels
 from nalora.diagnostics.masks import masks_by_site
@@ -26,12 +27,12 @@ from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.progress import Report
-from nalora.training.folder import RunFolder, write_json
-from nalora.training.material import as_asked, kind_of
-from nalora.training.output import refuse_unusable
-from nalora.training.saved_run import read_run, refuse_unless_own
-from nalora.training.settings import Run
+from nalora.runs.folder import RunFolder, write_json
+from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.progress import Report
+from nalora.runs.saved_run import read_run, refuse_unless_own
+from nalora.runs.settings import Run
+from nalora.runs.writable import refuse_unusable
 
 CHANNELS_FILE = "diagnosis_channels.safetensors"
 

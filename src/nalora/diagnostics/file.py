@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nalora import whole_files
 from nalora.diagnostics.measures import HISTOGRAM_EDGES, MEASURES, Movement, Standing
 from nalora.diagnostics.sites import GateSite
+from nalora.files import atomic
 
 VERSION = 1
 
@@ -137,7 +137,7 @@ def write_channels(
         masks = [interval.masks.get(index) for interval in intervals]
         if (kept := [mask for mask in masks if mask is not None]) and len(kept) == len(masks):
             tensors[f"{name}/mask"] = torch.stack(kept)
-    whole_files.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})
+    atomic.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def _number(value: float | None) -> float | None:

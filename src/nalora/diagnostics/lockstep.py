@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from nalora.control.hooks import dead_hook
+from nalora.control.tokens import TokenMask, watch_masks
 from nalora.diagnostics.sites import GateSite, find_sites
+from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.following import dead_hook
-from nalora.tokens import TokenMask, watch_masks
-from nalora.wrapping import base_of
 
 
 class Gates(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nalora import checkpoint
+from nalora.control import checkpoint
 from nalora.diagnostics.sites import GateSite
-from nalora.peft_names import in_wrapper
-from nalora.training import checkpoints
-from nalora.training.folder import RunFolder
+from nalora.models.peft_names import in_wrapper
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder
 
 
 class FinalState(NamedTuple):

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nalora import whole_files
 from nalora.diagnostics.decomposition import MismatchSums, States
 from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.file import described
@@ -22,12 +21,13 @@ from nalora.diagnostics.mismatch_measures import STATISTICS, measures
 from nalora.diagnostics.pairs import open_pair
 from nalora.diagnostics.probe import on_device
 from nalora.diagnostics.sites import GateSite, find_sites
+from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.progress import Report
-from nalora.training.folder import write_json
-from nalora.training.output import refuse_unusable
-from nalora.training.saved_run import finished_run, refuse_unless_own
-from nalora.wrapping import base_of
+from nalora.files import atomic
+from nalora.runs.folder import write_json
+from nalora.runs.progress import Report
+from nalora.runs.saved_run import finished_run, refuse_unless_own
+from nalora.runs.writable import refuse_unusable
 
 FILE_NAME = "mismatch.json"
 CHANNELS_FILE = "mismatch_channels.safetensors"
@@ -153,4 +153,4 @@ def _write_channels(
         tensors |= {f"{site.name}/{name}": getattr(each, name) / each.tokens for name in STATISTICS}
         if masks is not None and (mask := masks[index]) is not None:
             tensors[f"{site.name}/mask"] = mask
-    whole_files.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})
+    atomic.save_tensors(path, {name: tensor.float() for name, tensor in tensors.items()})

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nalora.counting import counted
 from nalora.diagnostics.decomposition import TERMS, MismatchSums
 from nalora.diagnostics.ranks import held_by_top, rank_correlation, top_overlap
+from nalora.errors import counted
 
 # The paper keeps 30 % of the channels, so that is how much of the mismatch's order a mask could hit.
 TOP_SHARE = 0.3

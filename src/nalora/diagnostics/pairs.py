@@ -16,9 +16,9 @@ from nalora.diagnostics.twins import adapt, is_adapter
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.models.loading import ModelSpec
+from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.saved_run import FinishedRun, finished_run
 from nalora.tasks import Task
-from nalora.training.material import as_asked, kind_of
-from nalora.training.saved_run import FinishedRun, finished_run
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from nalora import tasks
 from nalora.models.loading import Loaded
-from nalora.training.material import prepare
-from nalora.training.settings import Run
+from nalora.runs.inputs import prepare
+from nalora.runs.settings import Run
 
 Batch = dict[str, Any]
 

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from nalora.diagnostics.twins import is_adapter
 from nalora.errors import NALoRAError
 from nalora.methods.method import Method
-from nalora.training import checkpoints
-from nalora.training.folder import RunFolder
-from nalora.training.saved_run import diverged_step
-from nalora.training.settings import Run
+from nalora.runs import checkpoints
+from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import diverged_step
+from nalora.runs.settings import Run
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from nalora.activations import Activation
-from nalora.blocks import FFNBlock, find_blocks
+from nalora.control.blocks import FFNBlock, find_blocks
+from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.wrapping import base_of
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nalora.counting import counted
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
 from nalora.evaluation.folder import claimed_folder
+from nalora.evaluation.generation import Writer
 from nalora.evaluation.identity import what_was_evaluated
 from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
-from nalora.evaluation.writing import Writer
 from nalora.models.loading import Loaded
 from nalora.models.positions import position_limit, refuse_longer
-from nalora.progress import Report
+from nalora.runs.encoding import Encoder
+from nalora.runs.folder import write_json
+from nalora.runs.progress import Report
 from nalora.tasks import Example, Scores, Task
 from nalora.tasks.images import ImageTask
-from nalora.training.data import Encoder
-from nalora.training.folder import write_json
 
 
 def evaluate(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nalora.errors import NALoRAError
 from nalora.evaluation.records import ROW_KEYS
-from nalora.training import contents, marker
-from nalora.training.lock import FolderLock
+from nalora.runs import contents, marker
+from nalora.runs.lock import FolderLock
 
 _SUMMARIES = ("summary.json", "losses.json")
 

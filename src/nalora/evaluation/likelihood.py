@@ -9,8 +9,8 @@ import torch
 
 from nalora.evaluation.batches import of_like_length
 from nalora.models.loading import Loaded
+from nalora.runs.encoding import IGNORED, Collator, Encoder
 from nalora.tasks import Example
-from nalora.training.data import IGNORED, Collator, Encoder
 
 
 def target_losses(

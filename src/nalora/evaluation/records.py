@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
-from nalora.training.folder import read_jsonl
-from nalora.whole_files import json_text
+from nalora.files.atomic import json_text
+from nalora.runs.folder import read_jsonl
 
 # What each row of an evaluation's files says.
 ROW_KEYS = {

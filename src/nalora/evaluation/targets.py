@@ -13,16 +13,16 @@ from nalora.evaluation.evaluate import evaluate
 from nalora.evaluation.identity import identity
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
-from nalora.progress import Report
-from nalora.target_modules import first_sentence
+from nalora.models.target_modules import first_sentence
+from nalora.runs.conversion import converted
+from nalora.runs.folder import HELD_OUT, RunFolder
+from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.progress import Report
+from nalora.runs.saved_run import FinishedRun, finished_run, refuse_unless_own
+from nalora.runs.settings import Removed, RunSettings, without_removed
+from nalora.runs.writable import as_a_name, refuse_unusable
 from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
-from nalora.training.conversion import converted
-from nalora.training.folder import HELD_OUT, RunFolder
-from nalora.training.material import as_asked, kind_of
-from nalora.training.output import as_a_name, refuse_unusable
-from nalora.training.saved_run import FinishedRun, finished_run, refuse_unless_own
-from nalora.training.settings import Removed, RunSettings, without_removed
 
 
 @dataclass(frozen=True)

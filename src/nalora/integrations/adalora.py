@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from nalora.control.hooks import follow
+from nalora.distributed.gather import share, whole
+from nalora.distributed.shards import local
 from nalora.errors import NALoRAError
-from nalora.following import follow
-from nalora.gathering import share, whole
-from nalora.sharding import local
 
 # In a Trainer's checkpoint: what the next allocation goes by.
 STATE_FILE = "adalora_state.safetensors"

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
 
 from nalora.config import NALoRAConfig
-from nalora.controller import Kernels, NALoRAController
+from nalora.control.controller import Kernels, NALoRAController
+from nalora.control.hooks import follow
+from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError
-from nalora.following import follow
-from nalora.wrapping import flattens_parameters
 
 METRIC_PREFIX = "nalora/"
 

@@ -8,8 +8,8 @@ import pkgutil
 from importlib import import_module
 from pathlib import Path
 
-from nalora import python_files
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.files import python_files
 from nalora.methods import peft_tuners
 from nalora.methods.method import Adapter, Method, Start
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.counting import counted
-from nalora.errors import NALoRAError
-from nalora.gathering import whole
+from nalora.distributed.gather import whole
+from nalora.errors import NALoRAError, counted
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.methods.saving import write_lora

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nalora.control.recorded import RecordedBlock, applied_row, recorded_block
 from nalora.errors import NALoRAError
-from nalora.recorded_controls import RecordedBlock, applied_row, recorded_block
 
 FACTORS = ("scale_gate", "scale_up", "scale_down", "mask_mean")
 _PREFIX = "nalora/"

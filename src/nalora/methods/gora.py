@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora import whole_files
+from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
+from nalora.files import atomic
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
-from nalora.moe_targets import name_exactly
-from nalora.peft_names import in_base
-from nalora.processes import is_first_process
+from nalora.models.moe_targets import name_exactly
+from nalora.models.peft_names import in_base
 
 # In the run's folder: a resumed run has these ranks and numbers, wherever the cache of gradients went.
 START_FILE = "gora.safetensors"
@@ -204,7 +204,7 @@ def _kept(folder: Path | None) -> dict[str, tuple[Tensor, Tensor]] | None:
 def _keep(factors: Mapping[str, tuple[Tensor, Tensor]], folder: Path | None) -> None:
     if folder is not None and is_first_process() and not (folder / START_FILE).is_file():
         tensors = {f"{n}.lora_{f}": t for n, ab in factors.items() for f, t in zip("AB", ab, strict=True)}
-        whole_files.save_tensors(folder / START_FILE, tensors)
+        atomic.save_tensors(folder / START_FILE, tensors)
 
 
 def _report(model: nn.Module, adapter: Adapter) -> None:

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nalora import processes, whole_files
+from nalora.distributed import processes
+from nalora.files import atomic
 from nalora.methods.lora import lora_layers
 from nalora.methods.method import Batch
 
@@ -55,7 +56,7 @@ def write(file: Path, reduced: Reduced) -> None:
     tensors = {f"{layer}/{part}": each for layer, parts in reduced.items() for part, each in parts.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole_files.save_tensors(file, tensors, {"digest": _digest(tensors)})
+        atomic.save_tensors(file, tensors, {"digest": _digest(tensors)})
     except (OSError, SafetensorError) as error:
         _log.warning("nalora: %s could not be kept: %s", file, error)
 

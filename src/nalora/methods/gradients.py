@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora import processes
+from nalora.distributed import processes
+from nalora.distributed.processes import add_up, is_first_process
 from nalora.errors import NALoRAError
 from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.method import Batch, Start
-from nalora.processes import add_up, is_first_process
 
 # (a layer's name, the PEFT layer, its mean gradient in float32: outputs × inputs) to the tensors worth keeping.
 Reduce = Callable[[str, Any, Tensor], dict[str, Tensor]]
@@ -220,7 +220,7 @@ def _untouched(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _refuse_all_but_linear(model: nn.Module, layers: Mapping[str, Any]) -> None:
-    from nalora.replica import feature_sizes
+    from nalora.control.replica import feature_sizes
 
     others = [name for name, layer in layers.items() if feature_sizes(layer) is None]
     if others:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
-from nalora.moe_targets import name_exactly, shortened
-from nalora.peft_names import in_base
-from nalora.target_modules import leave_out_routers, linear_names, refuse_names_of_nothing, refused
-from nalora.wrapping import base_of
+from nalora.models.moe_targets import name_exactly, shortened
+from nalora.models.peft_names import in_base
+from nalora.models.target_modules import leave_out_routers, linear_names, refuse_names_of_nothing, refused
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def leave_out(model: nn.Module, refused: Collection[str]) -> str:
         model: wrapped by PEFT.
         refused: the layers to leave out, by their names in it.
     """
-    from nalora.replica import feature_sizes
+    from nalora.control.replica import feature_sizes
 
     others = [in_base(name) for name, layer in lora_layers(model) if name not in refused and feature_sizes(layer)]
     if not others:

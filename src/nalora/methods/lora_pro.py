@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nalora.distributed.gather import share
+from nalora.distributed.shards import local
+from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError
-from nalora.gathering import share
 from nalora.methods.lora import LoRA, leave_out, lora_layers
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
-from nalora.sharding import local
-from nalora.wrapping import flattens_parameters
 
 _ADAPTER = "default"
 
@@ -101,7 +101,7 @@ def pairs_of(model: nn.Module) -> list[Pair]:
 
 def _has_two_matrices(layer: Any) -> bool:
     """Not so for embeddings, convolutions and experts."""
-    from nalora.replica import feature_sizes
+    from nalora.control.replica import feature_sizes
 
     return _ADAPTER in layer.lora_A and layer.lora_A[_ADAPTER].weight.dim() == 2 and feature_sizes(layer) is not None
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nalora.gathering import all_rows, own_rows_of_each, share, summed_over_shares, zeros
+from nalora.distributed.gather import all_rows, own_rows_of_each, share, summed_over_shares, zeros
+from nalora.distributed.shards import local
 from nalora.methods.lora_pro_equations import equivalent_gradient, gradients_of_factors
 from nalora.methods.lora_pro_stacks import Pair, Stack, stacks
-from nalora.sharding import local
 
 # Elements of the m × n directions that are formed at once: 256 MiB in float32, whatever the model.
 STACK_ELEMENTS = 2**26

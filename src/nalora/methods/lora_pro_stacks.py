@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from nalora.distributed.gather import whole
 from nalora.errors import NALoRAError
-from nalora.gathering import whole
 from nalora.methods.lora_pro_equations import Spectrum, adjusted_gradients, gram_of_columns, gram_of_rows, spectrum
 
 

@@ -103,8 +103,8 @@ def multiples_of(model: nn.Module, factors: LoRAScaled) -> dict[nn.Parameter, fl
 
     Where gate and up are one layer, its A and B have the mean of both: a parameter has one learning rate.
     """
-    from nalora.blocks import find_blocks
-    from nalora.controlled import active_adapters
+    from nalora.control.blocks import find_blocks
+    from nalora.control.parameters import active_adapters
 
     multiples: dict[nn.Parameter, float] = {}
     for block in find_blocks(model).blocks:

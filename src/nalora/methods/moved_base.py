@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nalora import whole_files
+from nalora.distributed.gather import whole
+from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
-from nalora.gathering import whole
+from nalora.files import atomic
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.saving import write_lora
-from nalora.processes import is_first_process
 
 # In the run's folder: a resumed run starts from these very numbers, not from another decomposition.
 START_FILE = "start.safetensors"
@@ -84,7 +84,7 @@ def keep(model: nn.Module, folder: Path | None) -> None:
     started = factors(model)
     setattr(model, _KEPT, started)
     if folder is not None and is_first_process():
-        whole_files.save_tensors(folder / START_FILE, started)
+        atomic.save_tensors(folder / START_FILE, started)
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
-from nalora.moe_targets import name_exactly
-from nalora.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
+from nalora.models.moe_targets import name_exactly
+from nalora.models.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
 
 PREFIX = "peft/"
 # A run's own settings stand for these fields, whatever a tuner calls them.

@@ -16,8 +16,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nalora.gathering import gathered
-from nalora.processes import is_first_process
+from nalora.distributed.gather import gathered
+from nalora.distributed.processes import is_first_process
 
 _ADAPTER = "default"
 

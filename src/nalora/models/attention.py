@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.wrapping import base_of
+from nalora.distributed.wrappers import base_of
 
 _GROUPED, _UNMASKED = "nalora_grouped_sdpa", "nalora_unmasked_sdpa"
 

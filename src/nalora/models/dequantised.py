@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from nalora import whole_files
-from nalora.cache import cache_folder
 from nalora.errors import NALoRAError
+from nalora.files import atomic
+from nalora.files.cache import cache_folder
 from nalora.models.file_digest import digest_of_file
 from nalora.models.gguf_header import Header, read_header
 from nalora.models.gguf_tokenizer import follow_header, refuse_unless_followed
@@ -148,7 +148,7 @@ def _make(gguf: Path, header: Header, folder: Path) -> None:
         _dequantise(gguf, header, making)
         names = sorted(file.name for file in making.iterdir())
         manifest = {name: _entry(making / name) for name in names}
-        whole_files.write(making / _MANIFEST, whole_files.json_text(manifest, indent=1))
+        atomic.write(making / _MANIFEST, atomic.json_text(manifest, indent=1))
         making.chmod(0o755)  # mkdtemp lets only its owner in, and caches are shared
         _move(making, folder, [*names, _MANIFEST])
     finally:
@@ -235,7 +235,7 @@ def _write_ends(header: Header, folder: Path) -> None:
         return
     file = folder / "generation_config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    whole_files.write(file, whole_files.json_text({**config, "eos_token_id": ends}, indent=2) + "\n")
+    atomic.write(file, atomic.json_text({**config, "eos_token_id": ends}, indent=2) + "\n")
 
 
 def _unreadable(gguf: Path, header: Header, error: Exception) -> NALoRAError:

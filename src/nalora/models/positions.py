@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.wrapping import base_of
 
 _NAMES = ("position", "wpe", "pos_emb", "pos_enc")
 # OPT and BART keep two rows of their table for pads.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nalora.peft_names import in_base
+from nalora.models.peft_names import in_base
 from nalora.report.data import RunData
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")

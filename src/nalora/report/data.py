@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nalora import yaml_files
 from nalora.errors import NALoRAError
+from nalora.files import yaml_reader
 from nalora.report.cleaning import clean_diagnosis, clean_mismatch
 from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
 from nalora.report.gates import Gates, read_gates
-from nalora.training.folder import RunFolder
+from nalora.runs.folder import RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
 # In the order in which the sections of a report ask for them; mask and scaling are NA-LoRA's controls.
@@ -211,7 +211,7 @@ def _read_settings(folder: RunFolder, notices: list[str]) -> dict[str, Any]:
         notices.append("run.yaml is not there, so the settings are not known.")
         return {}
     try:
-        settings = yaml_files.read(folder.settings, "a run's settings", "train it again")
+        settings = yaml_reader.read(folder.settings, "a run's settings", "train it again")
     except NALoRAError as error:
         notices.append(f"run.yaml is damaged, so the settings are not known ({error.found}).")
         return {}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nalora import own_output, whole_files
 from nalora.errors import NALoRAError
+from nalora.files import atomic, outputs
 from nalora.report.naming import brief, tidy
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         for file, said in zip(files, metadata, strict=True):
             drawn = io.BytesIO()
             figure.savefig(drawn, format=file.suffix[1:], metadata=said)
-            whole_files.write(file, drawn.getvalue())
+            atomic.write(file, drawn.getvalue())
     return files
 
 
@@ -202,5 +202,5 @@ def refuse_foreign(files: Iterable[Path]) -> None:
     """
     files = list(files)
     for folder in {file.parent for file in files}:
-        own_output.refuse_linked_folder(folder, option="folder")
-    own_output.refuse_foreign_files(files, own_output.is_figure, option="folder", kind="a figure")
+        outputs.refuse_linked_folder(folder, option="folder")
+    outputs.refuse_foreign_files(files, outputs.is_figure, option="folder", kind="a figure")

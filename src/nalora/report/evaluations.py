@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nalora.files.atomic import json_text
 from nalora.report.cleaning import clean_summary, is_partial
-from nalora.training.folder import HELD_OUT
-from nalora.whole_files import json_text
+from nalora.runs.folder import HELD_OUT
 
 # By task (or task and label) and by who was evaluated, ``base`` or ``adapted``.
 Evaluations = dict[str, dict[str, dict[str, Any]]]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nalora.recorded_controls import named_activation
+from nalora.control.recorded import named_activation
 from nalora.report import drawing
 from nalora.report.data import RunData, layer_labels
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nalora.metrics import FOLLOWED, NAMES
-from nalora.recorded_controls import RecordedBlock, applied_row, recorded_block
+from nalora.control.metrics import FOLLOWED, NAMES
+from nalora.control.recorded import RecordedBlock, applied_row, recorded_block
 
 Array = NDArray[np.float64]
 _NUMBERS = {int, float, type(None)}
@@ -31,7 +31,7 @@ class Gates:
         mask_off: why the mask does not act on each block; empty where it acts.
         scaling_off: why the steps of each block are not scaled; empty where they are.
         steps: of the rows.
-        columns: by the names of `nalora.metrics`, each [steps, blocks]; NaN where a row says nothing. Values are those
+        columns: by the names of `control.metrics`, each [steps, blocks]; NaN where a row says nothing. Values are those
             applied; what was only followed is under its own name, also of runs made by 0.1.
     """
 

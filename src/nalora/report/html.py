@@ -8,14 +8,15 @@ from html import escape
 from importlib import resources, util
 from pathlib import Path
 
-from nalora import __version__, own_output, whole_files
+from nalora import __version__
 from nalora.errors import NALoRAError
+from nalora.files import atomic, outputs
+from nalora.files.atomic import json_text
 from nalora.report import words
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import brief
 from nalora.report.payload import payload
 from nalora.report.study_answer import StudyAnswer
-from nalora.whole_files import json_text
 
 _SCRIPTS = ("page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_capacity.js", "page.js")
 _ONE_OF_EACH = "One run of each arm; what may be said of the arms, over all their seeds, stands above."
@@ -28,11 +29,11 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
         NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is somebody else's.
     """
     output = Path(output)
-    own_output.refuse_foreign_files([output], own_output.is_page, option="--output", kind="a report")
+    outputs.refuse_foreign_files([output], outputs.is_page, option="--output", kind="a report")
     text = page(runs, answer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        whole_files.write(output, text)
+        atomic.write(output, text)
     except OSError as error:
         raise NALoRAError(
             str(output), found=error.strerror or str(error), expected="a file to write", fix="give another --output"

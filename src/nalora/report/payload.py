@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nalora.recorded_controls import named_activation
+from nalora.control.recorded import named_activation
 from nalora.report.capacity import Capacity, read_capacity
 from nalora.report.data import RunData, layer_labels
 from nalora.report.gates import Gates

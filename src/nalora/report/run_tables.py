@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nalora import own_output, whole_files
+from nalora.files import atomic, outputs
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.paper_figures import MEASURES, known_mean, measure_table
 from nalora.report.sentences import base_summary, measures_of, score
@@ -30,8 +30,8 @@ def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
     in_latex = [latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()]
     in_markdown = [f"## {name}\n\n{markdown(table)}" for name, table in tables.items()]
     folder.mkdir(parents=True, exist_ok=True)
-    whole_files.write(files[0], "\n".join([f"<!-- {own_output.TEXT} -->\n", *in_markdown]))
-    whole_files.write(files[1], "\n".join([f"% {own_output.TEXT}\n", *in_latex]))
+    atomic.write(files[0], "\n".join([f"<!-- {outputs.TEXT} -->\n", *in_markdown]))
+    atomic.write(files[1], "\n".join([f"% {outputs.TEXT}\n", *in_latex]))
     return files
 
 
@@ -41,8 +41,8 @@ def refuse_foreign_tables(folder: Path) -> None:
     Raises:
         NALoRAError: it is, or they would.
     """
-    own_output.refuse_linked_folder(folder, option="--tables")
-    own_output.refuse_foreign_files(table_files(folder), own_output.is_text, option="--tables", kind="a table")
+    outputs.refuse_linked_folder(folder, option="--tables")
+    outputs.refuse_foreign_files(table_files(folder), outputs.is_text, option="--tables", kind="a table")
 
 
 def table_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from nalora.counting import counted
+from nalora.errors import counted
 from nalora.report.cleaning import is_partial
 from nalora.report.data import RunData, differences
 from nalora.report.naming import brief

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nalora import own_output, whole_files
+from nalora.files import atomic, outputs
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
 from nalora.studies import alike
 from nalora.studies.alike import LOSS, is_loss
@@ -236,7 +236,7 @@ def _compared(
 
 def in_markdown(study: Study, parts: list[Part]) -> str:
     """The answer as a page."""
-    lines = [f"<!-- {own_output.TEXT} -->\n", f"# {escape_markdown(study.name)}\n"]
+    lines = [f"<!-- {outputs.TEXT} -->\n", f"# {escape_markdown(study.name)}\n"]
     for part in parts:
         if part.heading:
             lines.append(f"## {escape_markdown(part.heading)}\n")
@@ -291,10 +291,10 @@ def refuse_foreign_files(study: Study, folder: Path) -> None:
     page, numbers = _files(study, folder)
     heading = f"# {study.name}\n".encode()
     # Version 0.1 wrote the page without a comment.
-    own_output.refuse_foreign_files(
-        [page], lambda head: own_output.is_text(head) or head.startswith(heading), option="--store", kind="an answer"
+    outputs.refuse_foreign_files(
+        [page], lambda head: outputs.is_text(head) or head.startswith(heading), option="--store", kind="an answer"
     )
-    own_output.refuse_foreign_files(
+    outputs.refuse_foreign_files(
         [numbers], lambda head: b'"learning_rates"' in head, option="--store", kind="an answer"
     )
 
@@ -308,7 +308,7 @@ def write(study: Study, parts: list[Part], folder: Path) -> Path:
     """Keep the answer as a page and as numbers beside the runs; the page's path."""
     refuse_foreign_files(study, folder)
     page, numbers = _files(study, folder)
-    whole_files.write(page, in_markdown(study, parts))
+    atomic.write(page, in_markdown(study, parts))
     content = [
         {
             "settings": part.settings,
@@ -327,7 +327,7 @@ def write(study: Study, parts: list[Part], folder: Path) -> Path:
         }
         for part in parts
     ]
-    whole_files.write(numbers, whole_files.json_text(content, indent=2, default=str) + "\n")
+    atomic.write(numbers, atomic.json_text(content, indent=2, default=str) + "\n")
     return page
 
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from nalora.counting import counted
+from nalora.errors import counted
 from nalora.evaluation.differences import distributions, student_quantile
 from nalora.evaluation.intervals import Interval
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nalora.errors import NALoRAError
+from nalora.files.atomic import json_text
 from nalora.studies.ended import is_disk_full, told
 from nalora.studies.engines import Engine, refuse_without_locks
 from nalora.studies.job import Job, log_of
@@ -19,7 +20,6 @@ from nalora.studies.schedule import Schedule
 from nalora.studies.signals import StoppedBySignal, StopSignals
 from nalora.studies.store import Result, Store
 from nalora.studies.study import Study
-from nalora.whole_files import json_text
 
 # A run is a checkpoint, an adapter and its outputs; below this much room none is started.
 _ROOM = 2**30

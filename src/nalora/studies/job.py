@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nalora import yaml_files
 from nalora.errors import NALoRAError
+from nalora.files import yaml_reader
+from nalora.runs import contents, marker
+from nalora.runs.folder import RunFolder
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
-from nalora.training import contents, marker
-from nalora.training.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def work(job: Job, device: str | None = None) -> None:
 def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | None) -> None:
     """Come to all these parts of the run in that folder, from whatever is there of it."""
     from nalora.evaluation.targets import Request, evaluate_target
+    from nalora.runs.settings import check
     from nalora.training.run import train
-    from nalora.training.settings import check
 
     run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
     known = Store(folder.path.parent).result(folder.path.name, job.ask_limit)
@@ -112,7 +112,7 @@ class _Again:
 
     def take_its_place(self) -> None:
         """Put the new run where the old one is, which goes."""
-        settings = yaml_files.read(self.new.settings, "a run's settings", "start the study again")
+        settings = yaml_reader.read(self.new.settings, "a run's settings", "start the study again")
         self.new.write_settings(settings | {"output": str(self.place.path)})
         self.place.path.rename(self.old)
         self.take_its_place_if_cut_short()

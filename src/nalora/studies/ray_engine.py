@@ -7,8 +7,7 @@ import os
 import socket
 from typing import Any, NamedTuple
 
-from nalora.counting import counted
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
 from nalora.studies.ended import TOLD_TO_END, Ended, NotRepeated, told
 from nalora.studies.engines import SECONDS_TO_END, Do, attempt
 from nalora.studies.job import Job, log_of, work

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nalora.runs import contents, marker
+from nalora.runs.folder import HELD_OUT, INDIFFERENT, RunFolder
+from nalora.runs.settings import Run
 from nalora.studies.alike import asked_in, is_other_than_trained
-from nalora.training import contents, marker
-from nalora.training.folder import HELD_OUT, INDIFFERENT, RunFolder
-from nalora.training.settings import Run
 
 # A run's folder is named by its key, its log and the place of its repetition likewise.
 _KEY = re.compile(r"[0-9a-f]{16}(\.log|\.again)?")

@@ -37,11 +37,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora import packaged, yaml_files
 from nalora.errors import NALoRAError, SettingsError, noted
+from nalora.files import yaml_reader
+from nalora.runs import packaged
+from nalora.runs.settings import Run, check
+from nalora.runs.trust import refuse_untrusted_study
 from nalora.studies.checks import MARGIN, RATES, problems_of_shape
-from nalora.training.settings import Run, check
-from nalora.training.trust import refuse_untrusted_study
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def read(file: str | Path, *, trust: bool = True) -> Study:
             code without trust.
     """
     path = packaged.study(file)
-    given = yaml_files.read(path, "a study's YAML file", "see `nalora recipes` for those that come with nalora")
+    given = yaml_reader.read(path, "a study's YAML file", "see `nalora recipes` for those that come with nalora")
     if "arms" not in given and "model" in given:
         raise NALoRAError(str(path), found="a run", expected="a study's YAML file", fix=f"nalora train {path}")
     if not trust:

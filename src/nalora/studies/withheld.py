@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from nalora.counting import counted
+from nalora.errors import counted
 
 Pair = tuple[str, str]  # an arm, and what it is compared with
 

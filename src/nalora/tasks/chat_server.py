@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from nalora.whole_files import json_text
+from nalora.files.atomic import json_text
 
 # 2,048 tokens are 10 KB.
 LARGEST_REPLY = 4 << 20

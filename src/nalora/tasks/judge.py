@@ -13,11 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from nalora.counting import counted
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
+from nalora.files.atomic import json_text
 from nalora.tasks import chat_server
 from nalora.tasks.chat_server import masked
-from nalora.whole_files import json_text
 
 Verdict = TypeVar("Verdict")
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
+from nalora.files.atomic import json_text
 from nalora.tasks import sandbox_view
-from nalora.whole_files import json_text
 
 _FOLDER = Path(__file__).parent / "sandboxed"
 # The folder as a package of its own: as a part of nalora its import would bring torch, and with its parent folder on

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from nalora import processes
-from nalora.training.folder import RunFolder, write_json
-from nalora.whole_files import json_text
+from nalora.distributed import processes
+from nalora.files.atomic import json_text
+from nalora.runs.folder import RunFolder, write_json
 
 # In a checkpoint: the losses and the time up to it, which a Trainer begins anew when it is resumed.
 _SO_FAR = "so_far.json"

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from nalora import processes, whole_files
+from nalora.distributed import processes
+from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
-from nalora.processes import is_first_process
-from nalora.training import checkpoints, contents, marker
-from nalora.training.folder import RunFolder, read_jsonl
-from nalora.training.lock import FolderLock
-from nalora.training.output import refuse_unusable
-from nalora.training.settings import Run
+from nalora.files import atomic
+from nalora.runs import checkpoints, contents, marker
+from nalora.runs.folder import RunFolder, read_jsonl
+from nalora.runs.lock import FolderLock
+from nalora.runs.settings import Run
+from nalora.runs.writable import refuse_unusable
 
 # By default they end the process at once and leave the lock and the files of the start. Windows has no SIGHUP.
 _DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -149,7 +150,7 @@ def _clean_up(folder: RunFolder, made: marker.Made) -> None:
         if entry.name in contents.WHOLE_FOLDERS and not entry.is_symlink():
             _remove_created(entry.rglob("*"))
             _remove_if_empty(entry)
-        elif made.marker if entry.name == marker.MARKER else whole_files.created_here(entry):
+        elif made.marker if entry.name == marker.MARKER else atomic.created_here(entry):
             _remove_created([entry], anyway=True)
     # Loggers begin their files before the first step; the process is part of their names.
     own_events = f"events.out.tfevents.*.{os.getpid()}.*"
@@ -162,7 +163,7 @@ def _clean_up(folder: RunFolder, made: marker.Made) -> None:
 
 def _remove_created(entries: Iterable[Path], *, anyway: bool = False) -> None:
     for entry in list(entries):
-        if entry.name == contents.LOCK or not (anyway or whole_files.created_here(entry)):
+        if entry.name == contents.LOCK or not (anyway or atomic.created_here(entry)):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)

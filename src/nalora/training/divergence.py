@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from nalora import processes
-from nalora.errors import NALoRAError
-from nalora.following import follow
-from nalora.sharding import local, reshard
-from nalora.training.settings import RunSettings
+from nalora.control.hooks import follow
+from nalora.distributed import processes
+from nalora.distributed.shards import local, reshard
 
 # Optimizer steps in a row whose loss or gradient norm is not finite. One such step can pass, three do not.
 PATIENCE = 3
 # Steps in a row that a float16 scaler skipped. Each halves the scale, which starts at 2¹⁶: after so many, a gradient
 # that overflowed because of the scale has long fitted, so it is the model's own numbers that overflow.
 MOST_SKIPPED = 50
-
-
-class Diverged(NALoRAError):  # noqa: N818 - the name that studies and users know it by
-    """Loss or gradients of a run were not finite any more.
-
-    Args:
-        where: the run's folder.
-        step: the first optimizer step whose loss or gradient norm was not finite.
-        advice: what to try.
-        checkpoint: the last one whose numbers are finite, None where there is none.
-    """
-
-    def __init__(self, where: str, step: int, advice: str, checkpoint: Path | None = None) -> None:
-        self.step = step
-        last = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
-        super().__init__(
-            where,
-            found=f"a run that diverged: loss or gradients are not finite from step {step} on{last}",
-            expected="finite numbers to the end",
-            fix=advice,
-        )
 
 
 class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
@@ -196,20 +172,3 @@ def finite_parameters(model: nn.Module) -> bool:
     device = flags[0].device if flags else torch.device("cpu")
     finite = bool(torch.stack([flag.to(device) for flag in flags]).all()) if flags else True
     return not processes.any_of(not finite, trained[0].device if trained else device)
-
-
-def advice(settings: RunSettings, dtype: str | None = None) -> str:
-    """What to try against a divergence, by what the run has not tried yet."""
-    steps = [f"lower learning_rate (it was {settings.learning_rate:g})"]
-    steps.append("raise warmup" if settings.warmup else "set warmup: 0.03")
-    steps.append(
-        f"lower max_norm ({settings.max_norm:g})" if settings.max_norm else "clip gradients with max_norm: 1.0"
-    )
-    used = settings.dtype or dtype
-    if used == "float16":
-        steps.append("use dtype: bfloat16 or float32")
-    elif used == "bfloat16":
-        steps.append("use dtype: float32")
-    else:
-        steps.append("keep dtype: float32")
-    return f"start another run, with another output=: {', '.join(steps)}"

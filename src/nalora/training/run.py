@@ -11,24 +11,26 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from nalora import processes, tasks
-from nalora.diagnostics.online import OnlineDiagnosis
+from nalora import tasks
+from nalora.distributed import processes
+from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.models.loading import Loaded
-from nalora.processes import is_first_process
-from nalora.progress import bars
-from nalora.training import liger, loggers
+from nalora.runs import loggers
+from nalora.runs.diverged import Diverged, advice
+from nalora.runs.folder import RunFolder
+from nalora.runs.inputs import Material, described, kind_of, prepare, rows_summary
+from nalora.runs.progress import bars
+from nalora.runs.saved_run import refuse_diverged
+from nalora.runs.settings import Run, RunSettings
+from nalora.training import liger
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
+from nalora.training.checkpointing import SaveTimes
 from nalora.training.claim import Claim, claimed, step_of
-from nalora.training.divergence import Diverged, DivergenceWatch, advice
-from nalora.training.folder import RunFolder
-from nalora.training.material import Material, described, kind_of, prepare, rows_summary
-from nalora.training.save_times import SaveTimes
-from nalora.training.saved_run import refuse_diverged
-from nalora.training.settings import Run, RunSettings
+from nalora.training.divergence import DivergenceWatch
+from nalora.training.method_start import make_start, start_folder
 from nalora.training.snapshots import GateRecord, Snapshots
-from nalora.training.start import make_start, start_folder
 from nalora.training.trainer import make_trainer
 
 
@@ -99,7 +101,7 @@ def _train(
     run.method.attach(trainer)
     folder.forget_after(step_of(checkpoint))
     watch = DivergenceWatch()
-    _keep_records(run, trainer, folder, loaded.model, material)
+    _keep_records(run, trainer, folder, loaded.model)
     watch.install(trainer)
     SaveTimes(folder, settings.save_minutes, claim.lock).install(trainer)
     record.follow(trainer)
@@ -153,7 +155,7 @@ def _fused(trainer: Any) -> Iterator[None]:
         raise NALoRAError(
             "fused_adapters: true", found=f"{count} processes", expected="one", fix="leave fused_adapters out"
         )
-    from nalora.fused.linears import fuse_adapters
+    from nalora.kernels.fused.linears import fuse_adapters
 
     undo = fuse_adapters(trainer.model)
     try:
@@ -163,7 +165,7 @@ def _fused(trainer: Any) -> Iterator[None]:
             put_back()
 
 
-def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, material: Material) -> None:
+def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module) -> None:
     """What is recorded of the gates while the run goes on."""
     settings = run.settings
     if (controller := getattr(trainer, "nalora_controller", None)) is not None:
@@ -171,8 +173,6 @@ def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module, m
     if settings.snapshot_every:
         trained = whole if run.method.trains_the_model else trainer.model
         trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
-    if settings.diagnose_every:
-        trainer.add_callback(OnlineDiagnosis(folder, run, material, controller))
 
 
 def _diverged(settings: RunSettings, folder: RunFolder, result: dict[str, Any], step: int) -> Diverged:

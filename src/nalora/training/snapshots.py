@@ -15,13 +15,13 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from nalora.control.metrics import FOLLOWED, NAMES
+from nalora.distributed.processes import is_first_process
+from nalora.files.atomic import json_text, note_created
 from nalora.methods.method import Method
-from nalora.metrics import FOLLOWED, NAMES
-from nalora.peft_names import in_base
-from nalora.processes import is_first_process
+from nalora.models.peft_names import in_base
+from nalora.runs.folder import RunFolder
 from nalora.training.divergence import finite_parameters
-from nalora.training.folder import RunFolder
-from nalora.whole_files import json_text, note_created
 
 
 class GateRecord(TrainerCallback):  # type: ignore[misc]

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 
-from nalora import processes
+from nalora.distributed import processes
 from nalora.errors import NALoRAError
 from nalora.methods.optimizers import MUON, muon
 from nalora.models import loading
-from nalora.training.graphed import graph_passes, refuse_unless_graphs_fit
-from nalora.training.order import LikeLengths
-from nalora.training.settings import RunSettings
+from nalora.runs.settings import RunSettings
+from nalora.training.cuda_graphs import graph_passes, refuse_unless_graphs_fit
+from nalora.training.length_order import LikeLengths
 
 _LIGER_WITHOUT_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
@@ -72,7 +72,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     from transformers import TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
-    from nalora.training.dealing import RunTrainer
+    from nalora.training.batch_split import RunTrainer
 
     split = split_batch(settings)
     _refuse_liger_that_cannot_run(settings)

@@ -1,0 +1,1 @@
+"""NA-LoRA at work: find blocks, plan, observe, decide, apply, save."""

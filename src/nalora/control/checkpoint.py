@@ -1,0 +1,122 @@
+"""The controller's state on disk: one versioned safetensors file, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nalora.config import NALoRAConfig
+from nalora.control.decision import BlockGroup
+from nalora.errors import NALoRAError
+from nalora.files import atomic, outputs
+
+FILE_NAME = "nalora_state.safetensors"
+VERSION = 1
+
+
+def state_of(groups: list[BlockGroup], config: NALoRAConfig) -> dict[str, Any]:
+    """The state of all blocks as ``block/field`` tensors, beside the version and the configuration."""
+    tensors = {
+        f"{name}/{field}": getattr(group, field)[index].clone()
+        for group in groups
+        for index, name in enumerate(group.names)
+        for field in BlockGroup.STATE
+    }
+    return {"version": VERSION, "config": config.to_dict(), "tensors": tensors}
+
+
+def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any]) -> None:
+    """Check a state against the blocks, then copy it into them."""
+    if state.get("version") != VERSION:
+        raise NALoRAError(
+            "nalora state",
+            found=f"version {state.get('version')!r}",
+            expected=f"version {VERSION}",
+            fix="resume with the nalora release that wrote it, or start anew",
+        )
+    tensors: dict[str, Tensor] = state["tensors"]
+    targets = {
+        f"{name}/{field}": getattr(group, field)[index]
+        for group in groups
+        for index, name in enumerate(group.names)
+        for field in BlockGroup.STATE
+    }
+    _check_same_blocks(targets, tensors)
+    if (saved := state.get("config")) is not None:
+        now = json.loads(atomic.json_text(config.to_dict()))
+        changed = [key for key, value in json.loads(atomic.json_text(saved)).items() if now.get(key) != value]
+        if changed:
+            warnings.warn(f"nalora: resumed with other settings than saved: {', '.join(changed)}", stacklevel=3)
+    with torch.no_grad():
+        for key, target in targets.items():
+            target.copy_(tensors[key])
+
+
+def _check_same_blocks(targets: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    shapes = {key: tuple(t.shape) for key, t in tensors.items()}
+    for key, target in targets.items():
+        if shapes.get(key) != tuple(target.shape):
+            raise NALoRAError(
+                key,
+                found=f"a saved shape of {shapes[key]}" if key in shapes else "no such block in the saved state",
+                expected=f"shape {tuple(target.shape)}: a state saved from this model with these adapters",
+                fix="resume from a checkpoint of the same base model and target_modules",
+            )
+    if extra := sorted(set(shapes) - set(targets)):
+        raise NALoRAError(
+            extra[0],
+            found="a saved block that this model does not have",
+            expected=f"only the {len(targets) // len(BlockGroup.STATE)} blocks of this model",
+            fix="resume from a checkpoint of the same base model and target_modules",
+        )
+
+
+def save(state: dict[str, Any], folder: Path) -> Path:
+    """Write the state into `folder`, which is made where it is missing.
+
+    Raises:
+        NALoRAError: a file of that name is there that nalora did not write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE_NAME
+    outputs.refuse_foreign_files([path], _is_state, option="folder", kind="a state")
+    metadata = {"version": str(state["version"]), "config": atomic.json_text(state["config"])}
+    atomic.save_tensors(path, state["tensors"], metadata)
+    return path
+
+
+def _is_state(head: bytes) -> bool:
+    """The metadata are the first entry of a safetensors header, in any order among themselves."""
+    start = head[8:]
+    return start.startswith(b'{"__metadata__":{') and b'"version":' in start and b'"config":' in start
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read a state; every kind of damage is one clear error."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise NALoRAError(
+            str(path),
+            found="no controller state in this checkpoint",
+            expected=f"{FILE_NAME}, written by nalora beside the optimizer's state",
+            fix="resume from a checkpoint that NA-LoRA wrote, or start anew",
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 — not a mapping
+        version, config = int(metadata["version"]), json.loads(metadata["config"])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise NALoRAError(
+            str(path),
+            found=f"a damaged file ({error})",
+            expected="a whole state file as nalora writes it",
+            fix="resume from an earlier checkpoint",
+        ) from error
+    return {"version": version, "config": config, "tensors": tensors}

@@ -1,0 +1,214 @@
+"""Inspection: the plan for a model before any training, from its config alone, without a single weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+from nalora.config import NALoRAConfig
+from nalora.control.blocks import find_blocks
+from nalora.control.plan import Plan, make_plan
+from nalora.errors import NALoRAError
+from nalora.models import loading, smollm2
+from nalora.models.dequantised import gguf_config
+from nalora.models.kinds import refuse_unless_it_writes
+from nalora.models.moe_targets import name_exactly
+from nalora.models.target_modules import (
+    first_sentence,
+    leave_out_routers,
+    linear_names,
+    refuse_names_of_nothing,
+    refused,
+)
+
+_ADAPTER_FILE = "adapter_config.json"
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# The deepest models have a few hundred layers.
+_COUNTS, _MOST_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_experts"), 4096
+_CHECK = "check the spelling and, for a hub id, the network"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What NA-LoRA would do with a model, and how large the adapter would be; `refusal`: why no run can train it."""
+
+    architecture: str
+    rank: int
+    trainable: int
+    plan: Plan
+    refusal: str | None = None
+
+
+def inspect_model(
+    model: str,
+    config: NALoRAConfig | None = None,
+    *,
+    rank: int | None = None,
+    target_modules: Sequence[str] = (),
+) -> Inspection:
+    """Build `model` on the meta device, wrap it with LoRA, and plan.
+
+    Args:
+        model: a transformers folder, a config.json, a GGUF file, a PEFT adapter folder, a hub id, or ``smollm2-135m``.
+        config: the settings of NA-LoRA; the paper's by default.
+        rank: r of the adapter; 8 by default. An adapter folder brings its own.
+        target_modules: the layers to adapt, by the end of their name; every linear layer by default.
+
+    Raises:
+        NALoRAError: no such model, one that cannot be built or wrapped, or nothing to control in it.
+    """
+    lora = _saved_adapter(model)
+    if lora is None:
+        base = model
+        targets = list(target_modules) if target_modules else "all-linear"
+        lora = peft.LoraConfig(r=8 if rank is None else rank, target_modules=targets)
+    elif rank is not None or target_modules:
+        raise NALoRAError(
+            model,
+            found="a rank or target modules beside a saved adapter",
+            expected="the rank and target modules of the adapter itself",
+            fix="leave both out, or inspect the adapter's base model",
+        )
+    else:
+        base = lora.base_model_name_or_path
+    skeleton = _build(base)
+    refuse_names_of_nothing(skeleton, target_modules)
+    if base == model:
+        name_exactly(lora, skeleton)
+        leave_out_routers(lora, skeleton)
+    wrapped = _wrap(skeleton, lora, model)
+    found = find_blocks(wrapped)
+    return Inspection(
+        architecture=type(skeleton).__name__,
+        rank=lora.r,
+        trainable=sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad),
+        plan=make_plan(found, config or NALoRAConfig()),
+        refusal=_why_not_trained(base, skeleton),
+    )
+
+
+def _why_not_trained(model: str, skeleton: nn.Module) -> str | None:
+    """What `nalora train` says of a model that no task can use; None where some can."""
+    try:
+        # Of all tasks of texts, those of encoder-decoders refuse the fewest models.
+        refuse_unless_it_writes(model, "seq2seq", skeleton.config)
+    except NALoRAError as error:
+        return f"found {error.found}; expected {error.expected}"
+    return None
+
+
+def _saved_adapter(model: str) -> Any:
+    """The LoraConfig of an adapter folder or its adapter_config.json; None where `model` is neither."""
+    path = Path(model)
+    file = path if path.name == _ADAPTER_FILE else path / _ADAPTER_FILE
+    if not file.is_file():
+        return None
+    try:
+        lora = peft.PeftConfig.from_pretrained(str(file.parent))
+    except Exception as error:
+        raise NALoRAError(
+            str(file),
+            found=first_sentence(error),
+            expected="the config of a PEFT adapter",
+            fix="save the adapter again",
+        ) from error
+    if not isinstance(lora, peft.LoraConfig):
+        raise NALoRAError(
+            str(file), found=f"a {type(lora).__name__}", expected="a LoraConfig", fix="inspect a LoRA adapter"
+        )
+    if not lora.base_model_name_or_path:
+        raise NALoRAError(
+            str(file),
+            found="no base_model_name_or_path",
+            expected="the path or hub id of the base model",
+            fix="fill it in, or inspect the base model",
+        )
+    # How A and B start does not change the plan, and data-driven starts (PiSSA, LoftQ) need the weights.
+    lora.init_lora_weights, lora.inference_mode = True, False
+    return lora
+
+
+def _build(model: str) -> nn.Module:
+    """The architecture on the meta device: all modules, no memory."""
+    config = _read_config(model)
+    # A quantised checkpoint has the same FFNs as a dense one.
+    vars(config).pop("quantization_config", None)
+    _refuse_endless(config, model)
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    named = getattr(transformers, name, None) if name else None
+    autos = (transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config)
+    failure: Exception | None = None
+    with torch.device("meta"):
+        for make in (named,) if named else autos:
+            try:
+                skeleton: nn.Module = make(config)
+                return skeleton
+            except Exception as error:
+                failure = failure or error
+    assert failure is not None
+    raise NALoRAError(
+        model,
+        found=f"a {type(config).__name__} that cannot be built ({first_sentence(failure)})",
+        expected="the config of a model in transformers",
+        fix="check the config, or update transformers",
+    ) from failure
+
+
+def _refuse_endless(config: Any, model: str) -> None:
+    """A layer costs a millisecond without weights: a slip of the pen in their number would build for days."""
+    for name in _COUNTS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > _MOST_LAYERS:
+            raise _no_model(model, f"{name} of {count:,} in its config", f"correct {name} in the config")
+
+
+def _read_config(model: str) -> Any:
+    path = Path(model).expanduser()
+    if model in loading.NAMED or path.suffix == ".gguf":
+        # A GGUF file's header holds the config: no dense weights are made for this.
+        return gguf_config(smollm2.find_gguf() if model in loading.NAMED else path)
+    hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
+    if not path.exists() and not hub:
+        raise _no_model(model, "no such file or folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = [each.parent for name in (_ADAPTER_FILE, "config.json") for each in sorted(path.glob(f"*/{name}"))]
+        fix = f"name the folder inside it: {inside[0]}" if inside else _CHECK
+        raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}", fix)
+    try:
+        if not hub and "model_type" not in json.loads((path / "config.json" if path.is_dir() else path).read_text()):
+            raise _no_model(model, "a JSON file without model_type")
+        return transformers.AutoConfig.from_pretrained(model if hub else str(path), trust_remote_code=False)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _no_model(model, f"no readable JSON ({error})") from error
+    except NALoRAError:
+        raise
+    except Exception as error:  # every config class has checks, and exceptions, of its own
+        raise _no_model(model, first_sentence(error)) from error
+
+
+def _no_model(model: str, found: str, fix: str = _CHECK) -> NALoRAError:
+    return NALoRAError(
+        model,
+        found=found,
+        expected="the folder of a transformers model, its config.json, a GGUF file, a PEFT adapter folder, or a hub id",
+        fix=fix,
+    )
+
+
+def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
+    names = linear_names(skeleton)
+    try:
+        wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
+    except Exception as error:
+        raise refused(model, skeleton, names, error) from error
+    return wrapped

@@ -1,0 +1,95 @@
+"""The controller's state as numbers for loggers: what is applied to the steps, and apart from it what is only followed.
+
+The controller follows mask and step scales of every block, also where they act on nothing: step scaling of the GELU
+family under ``regimes="paper"``, a control that the configuration switches off, a projection without an adapter.
+``scale_*``, ``mask_mean``, ``kept_share`` and ``stability`` are of the factors that really multiply a step, so they are
+neutral (1, 1, 1 and 0) where nothing does; the values that are only followed have names that start with ``followed_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nalora.control.decision import BlockGroup
+from nalora.control.plan import BlockPlan
+
+# What a control that is off leaves of each measure: the factor 1, all channels kept, no change.
+NEUTRAL = {
+    "scale_gate": 1.0,
+    "scale_up": 1.0,
+    "scale_down": 1.0,
+    "mask_mean": 1.0,
+    "kept_share": 1.0,
+    "stability": 0.0,
+}
+# 1 where the control acts, else 0; over blocks their share.
+ACTS = ("mask_acts", "scaling_acts")
+NAMES = ("p_sup", "p_res", "p_pos", "a", *NEUTRAL, "skipped_updates")
+FOLLOWED = {name: f"followed_{name}" for name in NEUTRAL}
+
+
+def measure(
+    groups: list[BlockGroup], plans: Sequence[BlockPlan], *, preserve_mean: bool, per_block: bool
+) -> dict[str, float]:
+    """Means over all blocks (skipped updates: their sum), and each block's own values where asked for.
+
+    A block that a control does not act on counts with the neutral value. Means of ``followed_…`` are over the blocks
+    that have one: those where the value is followed and not applied.
+
+    The one place that waits for the device, with one transfer per group.
+    """
+    followed = _followed(groups)
+    by_block = {
+        plan.block.name: _of_block(followed[plan.block.name], plan, preserve_mean=preserve_mean) for plan in plans
+    }
+    result: dict[str, float] = {}
+    for name in (*NAMES, *ACTS, *FOLLOWED.values()):
+        values = [block[name] for block in by_block.values() if name in block]
+        if values:
+            total = sum(values)
+            result[name] = total if name == "skipped_updates" else total / len(values)
+    if per_block:
+        for block, values_of in by_block.items():
+            result |= {f"{block}/{name}": value for name, value in values_of.items()}
+    return result
+
+
+def unapplied(plan: BlockPlan, *, preserve_mean: bool) -> frozenset[str]:
+    """The measures of a block whose followed value multiplies nothing."""
+    scales = {
+        f"scale_{role}"
+        for role, projection in (("gate", plan.block.gate), ("up", plan.block.up), ("down", plan.block.down))
+        if not plan.scaling or projection is None or not projection.adapted
+    }
+    if not plan.mask:
+        return frozenset({*scales, "mask_mean", "kept_share", "stability"})
+    # Divided by its mean the mask has the mean 1, whatever the followed one's is.
+    return frozenset({*scales, "mask_mean"} if preserve_mean else scales)
+
+
+def _followed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
+    """The controller's own state by block."""
+    found: dict[str, dict[str, float]] = {}
+    for group in groups:
+        dtype = group.mask.dtype
+        columns = [
+            *group.shares.unbind(1),
+            group.score,
+            *group.scales.unbind(1),
+            group.mask.mean(-1),
+            (group.mask > 0.5).to(dtype).mean(-1),
+            group.stability,
+            group.skipped.to(dtype),
+        ]
+        for name, row in zip(group.names, torch.stack(columns, dim=1).cpu().double().tolist(), strict=True):
+            found[name] = dict(zip(NAMES, row, strict=True))
+    return found
+
+
+def _of_block(followed: dict[str, float], plan: BlockPlan, *, preserve_mean: bool) -> dict[str, float]:
+    off = unapplied(plan, preserve_mean=preserve_mean)
+    applied = {name: NEUTRAL[name] if name in off else value for name, value in followed.items()}
+    acts = {"mask_acts": float(plan.mask), "scaling_acts": float(plan.scaling)}
+    return {**applied, **acts, **{FOLLOWED[name]: followed[name] for name in NEUTRAL if name in off}}

@@ -1,0 +1,224 @@
+"""The plan: every FFN block found, which controls act on it, and why one does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nalora.config import NALoRAConfig
+from nalora.control.blocks import Discovery, FFNBlock
+from nalora.errors import NALoRAError
+from nalora.kernels.statistics import Engine, choose
+from nalora.models.peft_names import in_base
+
+SWITCHED_OFF = "switched off"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The controls of one block. A reason is empty where the control acts."""
+
+    block: FFNBlock
+    thresholds: tuple[float, float]
+    mask_off: str
+    scaling_off: str
+    engine: Engine
+
+    @property
+    def mask(self) -> bool:
+        """Whether the channel mask acts on the rows of the gate's B."""
+        return not self.mask_off
+
+    @property
+    def scaling(self) -> bool:
+        """Whether the step scales act on the block's adapters."""
+        return not self.scaling_off
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All blocks in model order, the adapters refused with the reason, the adapters that stay plain LoRA.
+
+    `passed_over` are FFN layers without an adapter in a model where PEFT takes their names for expert parameters.
+    """
+
+    config: NALoRAConfig
+    blocks: tuple[BlockPlan, ...]
+    refused: dict[str, str]
+    others: tuple[str, ...]
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def statistics(self) -> str:
+        """The names of the engines that compute the blocks' statistics."""
+        return ", ".join(dict.fromkeys(each.engine.name for each in self.blocks))
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """One row for each run of alike blocks: name, layers, activation, width, regimes, mask, scaling."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for each in self.blocks:
+            block = each.block
+            parts = ", ".join(
+                f"{role} {_tail(p.name)}{_rows(p.rows)}{'' if p.adapted else ' (no adapter)'}"
+                for role, p in block.projections.items()
+            )
+            lower, upper = each.thresholds
+            features = (
+                re.sub(r"\.\d+\b", ".*", block.name),
+                parts,
+                block.activation.name,
+                str(block.width),
+                f"{lower:+.3f} … {upper:+.3f}" if lower < upper else "–",
+                "on" if each.mask else f"off: {each.mask_off}",
+                "on" if each.scaling else f"off: {each.scaling_off}",
+            )
+            groups.setdefault(features, []).append(block.name)
+        return [(f"{_pattern(names, features[0])}", *features[1:]) for features, names in groups.items()]
+
+    def __str__(self) -> str:
+        config = self.config
+        lines = [
+            f"NA-LoRA plan: {len(self.blocks)} FFN block(s), control of the {config.apply_to},"
+            f" channels ranked by {config.importance}, {config.regimes} regimes, {self.statistics} statistics"
+        ]
+        for name, parts, activation, width, regimes, mask, scaling in self.rows():
+            lines += [
+                f"  {name}",
+                f"    {parts}; {activation}, {width} channels, responsive {regimes}",
+                f"    mask {mask}; step scaling {scaling}",
+            ]
+        for reason in dict.fromkeys(self.refused.values()):
+            names = [name for name, why in self.refused.items() if why == reason]
+            lines.append(f"  refused: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
+        if self.others:
+            kinds = ", ".join(dict.fromkeys(_tail(name) for name in self.others))
+            lines.append(f"  left as plain LoRA: {len(self.others)} adapter(s) outside FFN blocks ({kinds})")
+        if self.passed_over:
+            lines.append(f"  without an adapter: {', '.join(self.passed_over)}; {how_to_adapt(self.passed_over)}")
+        return "\n".join(lines)
+
+
+def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> Plan:
+    """Settle which controls act on which block.
+
+    Raises:
+        NALoRAError: no block, or controls were asked for and none of them can act anywhere.
+    """
+    channels = sum(block.width for block in found.blocks)
+    blocks = tuple(_plan_block(block, config, kernels, channels) for block in found.blocks)
+    plan = Plan(config, blocks, found.refused, found.others, found.bare if found.rewrites else ())
+    if not blocks:
+        raise _nothing_to_control(found)
+    if (config.mask or config.scaling) and not any(each.mask or each.scaling for each in blocks):
+        first = blocks[0]
+        raise NALoRAError(
+            first.block.name,
+            found=f"no control that can act: mask off ({first.mask_off}), step scaling off ({first.scaling_off})",
+            expected="an adapted gate projection for the mask, or an activation with regimes for the scaling",
+            fix=_what_would_act(first, config, found.rewrites),
+        )
+    return plan
+
+
+def _what_would_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> str:
+    """The settings that switch a control on for a block that has none."""
+    gate = in_base(plan.block.gate.name)
+    fixes = []
+    if config.mask:
+        fixes.append(how_to_adapt([gate]) if rewrites else f"add {_tail(gate)} to target_modules")
+    elif plan.block.gate.adapted:
+        fixes.append("set mask=True")
+    if config.scaling:
+        bounded = plan.block.activation.characteristic_points is not None
+        fixes.append("set regimes='derived'" if bounded else "give NALoRAConfig thresholds=(low, high)")
+    elif not _plan_block(plan.block, replace(config, scaling=True), "off", plan.block.width).scaling_off:
+        fixes.append("set scaling=True")
+    return ", or ".join(fixes)
+
+
+def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: int) -> BlockPlan:
+    points = config.thresholds or block.activation.characteristic_points
+    mask_off = ""
+    if not config.mask:
+        mask_off = SWITCHED_OFF
+    elif not block.gate.adapted:
+        mask_off = f"{_tail(block.gate.name)} has no adapter"
+    scaling_off = why_not_scaled(
+        block.activation.name,
+        has_regimes=points is not None,
+        degenerate=config.thresholds is None and block.activation.degenerate_in_paper,
+        switched_on=config.scaling,
+        regimes=config.regimes,
+    )
+    # Without two points the shares are still told on either side of the hard gate at zero.
+    thresholds = (points[0], points[1]) if points else (0.0, 0.0)
+    engine = choose(block.activation, *block.statistics_kind, kernels=kernels, channels=channels)
+    return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
+
+
+def why_not_scaled(activation: str, *, has_regimes: bool, degenerate: bool, switched_on: bool, regimes: str) -> str:
+    """Why step scaling does not act on a block with this activation; empty where it acts."""
+    if not switched_on:
+        return SWITCHED_OFF
+    if not has_regimes:
+        return f"{activation} has no finite regimes"
+    if degenerate and regimes == "paper":
+        return f"the paper calls {activation} degenerate; regimes='derived' scales it"
+    return ""
+
+
+def _nothing_to_control(found: Discovery) -> NALoRAError:
+    """What was adapted in place of FFN layers, and the one way to adapt these, where there is one."""
+    if found.refused:
+        name, reason = next(iter(found.refused.items()))
+        seen = f"only adapters that cannot be controlled ({reason}), and {len(found.others)} others"
+    else:
+        name, kinds = "target_modules", ", ".join(dict.fromkeys(_tail(name) for name in found.others))
+        seen = f"LoRA adapters on {kinds} alone, none of them in an FFN (Linear → activation → Linear)"
+    if found.bare and found.rewrites:
+        seen += f"; the FFN layers {', '.join(found.bare)} have no adapter"
+        fix = how_to_adapt(found.bare)
+    elif found.bare:
+        fix = f"add the FFN projections to target_modules: {', '.join(found.bare)}"
+    elif found.experts:
+        seen += f"; the FFNs of this model are experts in one parameter ({found.experts})"
+        fix = "train this model with plain LoRA (method: lora in a run file): NA-LoRA cannot control experts"
+    else:
+        seen += "; no layer of this model is in an FFN of a form that nalora recognises"
+        fix = (
+            "train this model with plain LoRA (method: lora in a run file); if a fused kernel replaced the forward"
+            " of its FFNs (Unsloth, Liger), switch it off and attach again"
+        )
+    return NALoRAError(name, found=seen, expected="an adapter on an FFN projection, the gate above all", fix=fix)
+
+
+def how_to_adapt(names: Sequence[str]) -> str:
+    """How to adapt linear layers whose names PEFT takes for expert parameters."""
+    parameters = ", ".join(f'"{name}.weight"' for name in names)
+    return (
+        f"pass target_parameters=[{parameters}] to peft.LoraConfig, because PEFT takes these layers' names in"
+        " target_modules for expert parameters (in a run file of nalora target_modules does name them)"
+    )
+
+
+def _tail(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1] == "dense" and len(parts) > 1 else parts[-1]
+
+
+def _rows(rows: slice) -> str:
+    if rows == slice(None):
+        return ""
+    return f"[{rows.start}::{rows.step}]" if rows.step else f"[{rows.start}:{rows.stop}]"
+
+
+def _pattern(names: list[str], pattern: str) -> str:
+    """One name for a run of layers: the numbers that vary become a range."""
+    numbers = [re.findall(r"\.(\d+)\b", name) for name in names]
+    for column in zip(*numbers, strict=True):
+        values = sorted({int(value) for value in column})
+        whole = len(values) > 1 and values == list(range(values[0], values[-1] + 1))
+        text = f"{values[0]}–{values[-1]}" if whole else ",".join(map(str, values))
+        pattern = pattern.replace(".*", f".{text}", 1)
+    return pattern

@@ -1,0 +1,109 @@
+"""Which of NA-LoRA's controls acted in a run, from its files: those of version 0.1 do not say it themselves.
+
+0.1 logged the followed mask and step scales under the names of what is applied, whether they acted or not. Its settings
+(run.yaml) and the activations of its blocks (the first line of gates.jsonl) tell which did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nalora.activations import Activation, clamped, get
+from nalora.control.metrics import FOLLOWED, NEUTRAL
+from nalora.control.plan import SWITCHED_OFF, why_not_scaled
+from nalora.errors import NALoRAError
+
+# The projections of a gated FFN as the Llama family calls them: a list of target_modules that leaves one out leaves it
+# without an adapter. Other families' names do not tell which layer is the gate.
+_PROJECTION_NAMES = {
+    "gate": {"gate_proj", "gate_up_proj"},
+    "up": {"up_proj", "gate_up_proj"},
+    "down": {"down_proj"},
+}
+
+
+@dataclass(frozen=True)
+class RecordedBlock:
+    """What acted on one block.
+
+    Attributes:
+        mask_off: why the mask did not act; empty where it did.
+        scaling_off: why no step was scaled; empty where steps were.
+        unapplied: the measures whose followed value multiplied nothing.
+    """
+
+    mask_off: str
+    scaling_off: str
+    unapplied: frozenset[str]
+
+
+def recorded_block(settings: Mapping[str, Any], activation: str, *, has_regimes: bool) -> RecordedBlock:
+    """What acted on a block of a run of 0.1.
+
+    Args:
+        settings: the run's run.yaml.
+        activation: the name of the block's activation.
+        has_regimes: whether the run recorded thresholds for it.
+    """
+    known = named_activation(activation)
+    scaling_off = why_not_scaled(
+        activation,
+        has_regimes=has_regimes,
+        degenerate=known is not None and known.degenerate_in_paper,
+        switched_on=_is_on(settings, "scaling"),
+        regimes=str(settings.get("regimes", "paper")),
+    )
+    adapted = _adapted_projections(settings.get("target_modules"), activation)
+    mask_off = "" if "gate" in adapted else "the gate has no adapter"
+    if not _is_on(settings, "mask"):
+        mask_off = SWITCHED_OFF
+    unapplied = {f"scale_{role}" for role in _PROJECTION_NAMES if scaling_off or role not in adapted}
+    if mask_off:
+        unapplied |= {"mask_mean", "kept_share", "stability"}
+    elif settings.get("preserve_mean") or settings.get("method") == "na-lora-mean":
+        unapplied.add("mask_mean")
+    return RecordedBlock(mask_off, scaling_off, frozenset(unapplied))
+
+
+def applied_row(row: Mapping[str, Any], blocks: Sequence[RecordedBlock]) -> dict[str, Any]:
+    """A row of 0.1's gates.jsonl with the applied values under their names and the others as ``followed_…``.
+
+    A row that has the followed value of a measure was written by a later version, as those of a resumed run are.
+    """
+    result = dict(row)
+    for name, neutral in NEUTRAL.items():
+        values = row.get(name)
+        off = [name in block.unapplied for block in blocks]
+        if values is None or FOLLOWED[name] in row or not any(off):
+            continue
+        result[name] = [neutral if is_off else value for value, is_off in zip(values, off, strict=True)]
+        result[FOLLOWED[name]] = [value if is_off else None for value, is_off in zip(values, off, strict=True)]
+    return result
+
+
+def named_activation(name: str) -> Activation | None:
+    """The activation that a run's files name, clamped ones included (`silu≤7`); None where nalora knows no formula."""
+    inner, _, bound = name.partition("≤")
+    try:
+        found = get(inner)
+        return clamped(found, float(bound)) if bound and math.isfinite(float(bound)) else found
+    except (NALoRAError, ValueError):
+        return None
+
+
+def _is_on(settings: Mapping[str, Any], control: str) -> bool:
+    """Methods of 0.1 that switch a control off wrote it into run.yaml as well; the name is for damaged files."""
+    return bool(settings.get(control, settings.get("method") != "na-lora-off"))
+
+
+def _adapted_projections(target_modules: Any, activation: str) -> set[str]:
+    """Which projections have an adapter, by name; all of them where that cannot be known."""
+    if isinstance(target_modules, list) and activation == "silu":
+        names = {str(target).rpartition(".")[2] for target in target_modules}
+        found = {role for role, known in _PROJECTION_NAMES.items() if known & names}
+        if found:
+            return found
+    return set(_PROJECTION_NAMES)

@@ -1,0 +1,1 @@
+"""Ranks, shards and wrappers: models that several processes train together."""

@@ -1,0 +1,1 @@
+"""How it is computed: statistics of gates, fused layers, CUDA graphs."""

@@ -1,0 +1,95 @@
+"""A gated FFN with its three adapters as one autograd function, the statistics of its gate inside.
+
+Kept for backward: the input x, the products z₀ = x W_gᵀ and u₀ = x W_uᵀ, and three skinny projections. z, u and h with
+the adapters' share are formed again in registers. gate and up share one product for their A.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nalora.kernels.fused import gated
+from nalora.kernels.fused.factors import Factors
+from nalora.kernels.fused.gated import GateSpec, LowRank
+from nalora.kernels.fused.lora_linear import product_as, scaled_rows
+from nalora.kernels.fused.peft_layers import Weight
+from nalora.kernels.statistics import Sums
+
+
+class Weights(NamedTuple):
+    """The frozen weights of an FFN, the LoRA scalings of its adapters, and their factors as they are computed with."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    gate_scaling: float
+    up_scaling: float
+    down_scaling: float
+    inner: Factors  # of gate and up
+    outer: Factors  # of down
+
+
+class LoRAFFN(torch.autograd.Function):
+    """y = h W_dᵀ + (h (s_d A_d)ᵀ) B_dᵀ with h = φ(z) ⊙ u, z and u adapted; gradients for x and the six factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a_gate: Tensor,
+        b_gate: Tensor,
+        a_up: Tensor,
+        b_up: Tensor,
+        a_down: Tensor,
+        b_down: Tensor,
+        weights: Weights,
+        spec: GateSpec,
+        sums: Sums | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The output; the tokens that `mask` leaves are added to `sums`, where given."""
+        inner, outer = weights.inner, weights.outer
+        dtype, rank = inner.a.dtype, a_gate.shape[0]
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        projected = rows @ inner.a.T
+        low_rank = LowRank(projected[:, :rank], projected[:, rank:], *inner.b)
+        z, u = rows @ weights.gate(dtype).T, rows @ weights.up(dtype).T
+        h = gated.forward(z, u, spec, low_rank, sums, mask)
+        h_projected = h @ outer.a.T
+        y = (h_projected @ outer.b[0].T).addmm_(h, weights.down(dtype).T)
+        ctx.save_for_backward(rows, z, u, projected, h_projected, inner.a, *inner.b, outer.a, *outer.b)
+        # The factors themselves are saved as tensors, not a second time in what is kept beside them.
+        ctx.weights, ctx.spec, ctx.shape = weights[:6], spec, x.shape
+        ctx.dtypes = x.dtype, [each.dtype for each in (a_gate, b_gate, a_up, b_up, a_down, b_down)]
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Down, then the gate's product, then gate and up; dx gathers both paths in one buffer."""
+        rows, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
+        gate, up, down, *scalings = ctx.weights
+        dtype, rank = rows.dtype, b_gate.shape[1]
+        x_dtype, factor_dtypes = ctx.dtypes
+        dy = dy.reshape(-1, dy.shape[-1]).to(dtype)
+        e = dy @ b_down
+        db_down = product_as(dy.T, h_projected, factor_dtypes[5])
+        dh = dy @ down(dtype)
+        low_rank = LowRank(projected[:, :rank], projected[:, rank:], b_gate, b_up)
+        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down), overwrite=True)
+        through = torch.empty_like(projected)
+        torch.mm(dz, b_gate, out=through[:, :rank])
+        torch.mm(du, b_up, out=through[:, rank:])
+        da_gate, da_up = scaled_rows(product_as(through.T, rows, factor_dtypes[0]), (rank, rank), scalings[:2])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (through @ a_both).addmm_(dz, gate(dtype)).addmm_(du, up(dtype))
+            dx = dx.view(ctx.shape).to(x_dtype)
+        assert da_down is not None
+        factors = (da_gate, db_gate, da_up, db_up, da_down.mul_(scalings[2]), db_down)
+        grads = (None if f is None else f.to(d) for f, d in zip(factors, factor_dtypes, strict=True))
+        return dx, *grads, None, None, None, None

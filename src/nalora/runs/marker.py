@@ -1,0 +1,135 @@
+"""The marker file that says that nalora made a folder: without it, a folder that is not empty is never written to."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from nalora import __version__
+from nalora.errors import NALoRAError
+from nalora.files.atomic import json_text
+
+MARKER = ".nalora.json"
+FORMAT = 1
+Kind = Literal["run", "evaluation", "store", "demo"]
+_KINDS = {
+    "run": "a training run",
+    "evaluation": "an evaluation",
+    "store": "the store of a study",
+    "demo": "the demo",
+}
+
+
+class Made(NamedTuple):
+    """What `mark` created: whether the folder, and whether the marker did not exist before."""
+
+    folder: bool
+    marker: bool
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The content of a folder's marker; None where there is none, or one that nalora did not write."""
+    path = folder / MARKER
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    known = isinstance(content, dict) and isinstance(content.get("nalora"), str)
+    known = known and isinstance(content.get("format"), int) and isinstance(content.get("kind"), str)
+    return content if known and content["kind"] in _KINDS else None
+
+
+def is_marked(folder: Path, kind: Kind) -> bool:
+    """Whether nalora made the folder for this."""
+    content = read(folder)
+    return content is not None and content["kind"] == kind
+
+
+def mark(folder: Path, kind: Kind, **facts: Any) -> Made:
+    """Create the folder and its marker where they are missing; call `refuse_foreign` first.
+
+    Args:
+        folder: of the run, the evaluation, the store or the demo.
+        kind: which of them.
+        facts: what else the marker says.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+        new_folder = True
+    except FileExistsError:
+        new_folder = False
+    content = json_text({"nalora": __version__, "format": FORMAT, "kind": kind, **facts}) + "\n"
+    try:
+        # Exclusive: of two processes that start in the same folder one creates it.
+        with open(folder / MARKER, "xb") as file:
+            file.write(content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        if _is_empty_marker(folder / MARKER):
+            (folder / MARKER).write_bytes(content.encode())
+        return Made(new_folder, False)
+    return Made(new_folder, True)
+
+
+def _is_empty_marker(path: Path) -> bool:
+    """As a kill, or a full disk, between creating and writing it leaves one."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return path.name == MARKER and stat.S_ISREG(found.st_mode) and found.st_size == 0
+
+
+def refuse_foreign(
+    folder: Path, kind: Kind, *, option: str, known: Callable[[Path], bool] = lambda folder: False
+) -> None:
+    """Refuse a place in which nalora might overwrite or remove what it did not make. Nothing is touched.
+
+    Args:
+        folder: where a command is going to write.
+        kind: what it writes.
+        option: how the user names another place, such as ``output=``.
+        known: recognises a folder that a version without markers made.
+
+    Raises:
+        NALoRAError: a file, a symbolic link, or a folder with content that is not nalora's.
+    """
+    problem = _problem(folder, kind, known)
+    if problem is not None:
+        found, fix = problem
+        raise NALoRAError(
+            str(folder), found=found, expected="a new or empty folder, or one that nalora made", fix=fix % option
+        )
+
+
+def _problem(folder: Path, kind: Kind, known: Callable[[Path], bool]) -> tuple[str, str] | None:
+    """What is wrong, and what helps."""
+    try:
+        mode = folder.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(mode):
+        # Following it would write into, and on a failed start remove from, a folder that the user did not name.
+        return "a symbolic link", "give the folder that it points to, or another %s"
+    if not stat.S_ISDIR(mode):
+        return "a file", "give another %s"
+    content = read(folder)
+    if content is None:
+        names = sorted(entry.name for entry in folder.iterdir() if not _is_empty_marker(entry))
+        if not names or known(folder):
+            return None
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"a folder with files that nalora did not write ({shown})", "give another %s"
+    if content["format"] > FORMAT:
+        return f"a folder that nalora {content['nalora']} made", "install that version, or give another %s"
+    if content["kind"] != kind:
+        return f"the folder of {_KINDS[content['kind']]}", "give another %s"
+    return None
