@@ -187,7 +187,7 @@ def test_a_model_that_is_not_on_a_gpu_is_refused(kernels, monkeypatch):
 
 
 def test_partial_adapters_and_plain_ffns_are_left_to_peft():
-    from test_blocks import architecture
+    from architectures import architecture
 
     for model in (tiny.llama(torch.float32, target_modules=["gate_proj"]), tiny.with_lora(architecture("OPT"))):
         model = model.to(DEVICE)

@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 import nalora
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((Path(nalora.__file__).parent / "recipes" / "accelerate").glob("*.yaml"))
+FILES = sorted((Path(nalora.__file__).parent / "runs" / "recipes" / "accelerate").glob("*.yaml"))
 
 
 def launched(file: Path) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import yaml
 import nalora
 from nalora.runs.settings import RunSettings, check, read
 
-RECIPES = sorted((Path(nalora.__file__).parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(nalora.__file__).parent / "runs" / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -37,7 +37,7 @@ def test_the_papers_protocol_is_there():
 @pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(RunSettings)])
 def test_the_laptop_s_recipe_explains_every_setting(name):
     """Each has a line with a comment; where it is commented out, it can be commented in."""
-    text = (Path(nalora.__file__).parent / "recipes" / "laptop.yaml").read_text()
+    text = (Path(nalora.__file__).parent / "runs" / "recipes" / "laptop.yaml").read_text()
     found = re.search(rf"^(# )?({name}: .*\S +# .+)$", text, re.MULTILINE)
     assert found, f"{name} is not explained"
     given = yaml.safe_load(text) | yaml.safe_load(found[2])

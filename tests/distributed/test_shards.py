@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from test_blocks import architecture, dense_gpt_oss
+from architectures import architecture, dense_gpt_oss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from test_blocks import architecture
+from architectures import architecture
 from torch import nn
 
 import nalora

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from test_blocks import architecture, dense_gpt_oss
+from architectures import architecture, dense_gpt_oss
 from torch.optim import SGD
 
 import nalora

@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import tiny
 import torch
-from test_blocks import dense_gpt_oss
+from architectures import dense_gpt_oss
 from torch.nn import functional
 from torch.optim import LBFGS, SGD, AdamW
 

@@ -106,7 +106,7 @@ def test_no_text_is_anything_but_a_value_or_a_refusal(text):
 
 
 def test_everything_of_the_project_is_read():
-    folder = Path(runs.__file__).parents[1] / "recipes"
+    folder = Path(runs.__file__).parents[1] / "runs" / "recipes"
     files = sorted(folder.rglob("*.yaml"))
     assert len(files) > 20
     for file in files:
