@@ -1,8 +1,8 @@
 """Mutation testing: which changes of the code no test notices.
 
 python benchmarks/mutants.py                      # all mutants of the core, and a sample of the other modules
-python benchmarks/mutants.py equations decision   # all mutants of these modules
-python benchmarks/mutants.py --sample 50 observer --seed 1
+python benchmarks/mutants.py equations control/decision   # all mutants of these modules
+python benchmarks/mutants.py --sample 50 control/observer --seed 1
 
 Each mutant runs in a process of its own that is forked from a warm one: PyTorch and Transformers are imported once, and
 nalora is imported from a copy with the changed module. It runs the tests that execute the changed line, the
@@ -32,14 +32,15 @@ from typing import Any
 from mutant_sources import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("equations", "decision", "control", "studies/comparison")
-SAMPLED = ("observer", "methods/*", "diagnostics/measures", "tasks/answers")
+CORE = ("equations", "control/decision", "control/apply", "studies/comparison")
+SAMPLED = ("control/observer", "control/window", "methods/*", "diagnostics/measures", "tasks/answers")
 CORE_TESTS = (
-    "tests/test_equations.py", "tests/test_decision.py", "tests/test_control.py", "tests/test_controller.py",
+    "tests/test_equations.py", "tests/control/test_decision.py", "tests/control/test_apply.py",
+    "tests/control/test_controller.py",
     "tests/studies/test_comparison.py",
 )  # fmt: skip
 OTHER_TESTS = (
-    "tests/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py", "tests/methods",
+    "tests/control/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py", "tests/methods",
 )  # fmt: skip
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--hypothesis-seed=0", "--no-header")
 # A mutant that lives runs all tests of its line, up to so many seconds of them; one that hangs counts as noticed.

@@ -151,7 +151,7 @@ def test_switching_the_adapter_during_training_moves_the_control_along():
         optimizer.zero_grad()
         moved = {n.split(".")[-2] for n, p in tiny.adapter_state(model).items() if not torch.equal(p, before[n])}
         assert moved == {adapter}
-    assert controller._groups[0].updates.tolist() == [3, 3]
+    assert controller._window.groups[0].updates.tolist() == [3, 3]
 
 
 def test_low_precision_parameters_are_moved_in_float32():

@@ -136,7 +136,7 @@ def test_two_ffns_in_one_module_have_names_of_their_own():
     names = [each.block.name.rpartition(".")[2] for each in controller.plan.blocks]
     assert names == ["a_in", "b_in"]
     model(torch.randn(3, 4, 8)).sum().backward()
-    assert [group.tokens.tolist() for group in controller._groups] == [[12], [12]]
+    assert [group.tokens.tolist() for group in controller._window.groups] == [[12], [12]]
 
 
 def plan(model, **settings):
@@ -231,7 +231,7 @@ def test_moe_experts_are_refused_by_name_and_dense_blocks_beside_them_work():
     mask = torch.ones(4, 12, dtype=torch.long)
     mask[0, 7:] = 0
     tiny.sum_loss(qwen, tiny.tokens(), mask).backward()
-    assert controller._groups[0].tokens.tolist() == [43, 43]
+    assert controller._window.groups[0].tokens.tolist() == [43, 43]
     optimizer.step()
     assert controller.metrics()["mask_mean"] < 1
 

@@ -300,8 +300,8 @@ def test_settle_moves_the_statistics_to_where_the_adapters_are_now():
     controller.settle()
     train(model, controller, range(2, 5))
     train(other, expected, range(2, 5))
-    assert {group.mask.dtype for group in controller._groups} == {torch.float32}
-    for one, found in zip(expected._groups, controller._groups, strict=True):
+    assert {group.mask.dtype for group in controller._window.groups} == {torch.float32}
+    for one, found in zip(expected._window.groups, controller._window.groups, strict=True):
         assert torch.equal(one.mask, found.mask)
         assert torch.equal(one.updates, found.updates)
     for key, value in tiny.adapter_state(other).items():

@@ -36,7 +36,7 @@ def run(
             loss.backward()
         between(model)
         # Masks and shares are ratios, blind to a batch that counts twice: the tokens themselves are compared too.
-        counted.append(controller._groups[0].tokens.clone())
+        counted.append(controller._window.groups[0].tokens.clone())
         controller.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_pads_are_left_out_whatever_form_the_mask_takes_in_the_layers(attention)
     controller = nalora.attach(model, SGD(tiny.trainable(model)))
     lengths = torch.tensor([12, 5, 9, 3])
     model(input_ids=tiny.tokens(4, 12), attention_mask=(torch.arange(12) < lengths[:, None]).long())
-    assert controller._groups[0].tokens.tolist() == [29, 29]
+    assert controller._window.groups[0].tokens.tolist() == [29, 29]
 
 
 def test_packed_batches_without_a_mask_count_every_token():
@@ -109,7 +109,7 @@ def test_packed_batches_without_a_mask_count_every_token():
     ids = tiny.tokens(1, 24)
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     logits = model(input_ids=ids, position_ids=positions).logits
-    assert [group.tokens.tolist() for group in controller._groups] == [[24, 24]]
+    assert [group.tokens.tolist() for group in controller._window.groups] == [[24, 24]]
     logits.sum().backward()
     optimizer.step()
     assert controller.metrics()["skipped_updates"] == 0
@@ -372,7 +372,7 @@ def test_compile_with_dynamic_shapes_needs_no_more_graphs_than_plain_lora():
         for length in (12, 9, 15, 11):
             tiny.sum_loss(forward, tiny.tokens(4, length), torch.ones(4, length, dtype=torch.long)).backward()
             if controller is not None:
-                counted.append(controller._groups[0].tokens.tolist())
+                counted.append(controller._window.groups[0].tokens.tolist())
             optimizer.step()
             optimizer.zero_grad()
         return len(graphs), counted
@@ -391,7 +391,7 @@ def test_compile_with_inductor_counts_what_eager_counts():
         forward = torch.compile(model) if compile_model else model
         for seed in range(2):
             tiny.sum_loss(forward, tiny.tokens(8, 12, seed=seed)).backward()
-        sensitivity, regimes, tokens = controller._groups[0].stacked.totals()
+        sensitivity, regimes, tokens = controller._window.groups[0].stacked.totals()
         return tokens, regimes, sensitivity
 
     eager, compiled = counts(False), counts(True)

@@ -273,7 +273,7 @@ def test_a_deep_copy_and_a_pickle_carry_no_live_controller():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.train()
         tiny.sum_loss(twin, tiny.tokens()).backward()
-        assert controller._groups[0].tokens.tolist() == [0, 0]
+        assert controller._window.groups[0].tokens.tolist() == [0, 0]
         own = SGD(tiny.trainable(twin), lr=0.1)
         nalora.attach(twin, own).detach()
 
@@ -325,7 +325,7 @@ def test_bf16_models_keep_statistics_and_averages_in_float32():
     model = tiny.llama(torch.bfloat16)
     model, optimizer, controller = attached(model)
     step(model, optimizer)
-    group = controller._groups[0]
+    group = controller._window.groups[0]
     assert {group.stacked.sensitivity.dtype, group.mask.dtype, group.scales.dtype} == {torch.float32}
     assert controller.metrics()["mask_mean"] < 1
 
@@ -335,7 +335,7 @@ def test_autocast_is_observed_as_it_runs():
     with torch.autocast("cpu", torch.bfloat16):
         loss = tiny.sum_loss(model, tiny.tokens())
     loss.backward()
-    assert controller._groups[0].tokens.tolist() == [48, 48]
+    assert controller._window.groups[0].tokens.tolist() == [48, 48]
     optimizer.step()
     assert controller.metrics()["skipped_updates"] == 0
 
@@ -348,13 +348,15 @@ def test_a_layer_called_twice_in_one_pass_counts_twice():
     model.base_model.model.model.config.num_hidden_layers = 2
     model, _, controller = attached(model)
     model(input_ids=tiny.tokens(), use_cache=False)
-    assert controller._groups[0].tokens.tolist() == [96]
+    assert controller._window.groups[0].tokens.tolist() == [96]
 
 
 def test_moving_the_model_after_attach_is_an_error():
     _, _, controller = attached()
     with pytest.raises(NALoRAError, match="move the model first, then attach"):
-        controller._observers[0].count(torch.zeros(2, 56, device="meta"), None, None, controller._observers[0].sums)
+        controller._observers[0].count(
+            torch.zeros(2, 56, device="meta"), None, None, controller._observers[0].window.sums
+        )
 
 
 def test_adamw_gradient_space_keeps_a_finite_state_over_many_steps():
@@ -396,7 +398,7 @@ def test_observing_deciding_and_applying_never_wait_for_the_device(monkeypatch):
             with NoWaiting():
                 for observer in controller._observers:
                     z = torch.randn(4, 12, 56, dtype=torch.float64)
-                    observer.count(z, z if importance == "utility" else None, mask.bool(), observer.sums)
+                    observer.count(z, z if importance == "utility" else None, mask.bool(), observer.window.sums)
                 controller._enter_step()
                 controller._leave_step()
 
@@ -422,7 +424,7 @@ def test_a_million_tokens_leave_nothing_behind(importance):
         module = getattr(model.base_model.model[0], layer)
         module.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     output = model(torch.randn(1_000_000, 4))
-    assert controller._groups[0].tokens.tolist() == [1_000_000]
+    assert controller._window.groups[0].tokens.tolist() == [1_000_000]
     del output
     gc.collect()
     assert len(seen) == 2
@@ -455,8 +457,10 @@ def test_a_quantised_base_is_observed_with_its_adapter(kind):
     gate.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     model(torch.randn(3, 5, 64)).square().sum().backward()
     exact = controller.plan.blocks[0].block.activation.derivative(outputs[0].double()).abs().sum((0, 1))
-    torch.testing.assert_close(controller._groups[0].stacked.totals()[0][0].double(), exact, rtol=1e-5, atol=1e-5)
-    assert controller._groups[0].stacked.sensitivity.dtype == torch.float32
+    torch.testing.assert_close(
+        controller._window.groups[0].stacked.totals()[0][0].double(), exact, rtol=1e-5, atol=1e-5
+    )
+    assert controller._window.groups[0].stacked.sensitivity.dtype == torch.float32
     optimizer.step()
     assert controller.metrics()["mask_mean"] < 1
 
@@ -474,5 +478,5 @@ def test_the_utility_counts_the_constant_that_is_added_to_up():
     (gate_up,) = seen
     z, u = gate_up[..., ::2].reshape(-1, 24).requires_grad_(), gate_up[..., 1::2].reshape(-1, 24)
     (derivative,) = torch.autograd.grad((z * torch.sigmoid(1.702 * z)).sum(), z)
-    (group,) = controller._groups
+    (group,) = controller._window.groups
     torch.testing.assert_close(group.sums(0).sensitivity.sum(0), (derivative.abs() * (u + 1).abs()).sum(0))

@@ -20,7 +20,7 @@ def attached(model, **settings):
 def counted(controller) -> dict[str, int]:
     return {
         name.removeprefix("base_model.model."): tokens
-        for group in controller._groups
+        for group in controller._window.groups
         for name, tokens in zip(group.names, group.tokens.tolist(), strict=True)
     }
 

@@ -52,11 +52,11 @@ def multiplied(build, space, mesh=None) -> dict[str, torch.Tensor]:
     trained = tiny.trainable(model)
     controller = nalora.attach(model, torch.optim.SGD(trained, lr=1.0), NALoRAConfig(regimes="derived"))
     generator = torch.Generator().manual_seed(3)
-    for group in controller._groups:
+    for group in controller._window.groups:
         group.mask.copy_(torch.rand(group.mask.shape, generator=generator))
         group.scales.copy_(1 + torch.rand(group.scales.shape, generator=generator))
-    decisions = [group.decide(controller.config) for group in controller._groups]
-    controls = controller._controlled.controls(decisions, preserve_mean=False)
+    decisions = [group.decide(controller.config) for group in controller._window.groups]
+    controls = controller._window.parameters.controls(decisions, preserve_mean=False)
     with torch.no_grad():
         for each in trained:
             each.zero_()

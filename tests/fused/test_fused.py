@@ -112,7 +112,7 @@ def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="deriv
                 loss = tiny.sum_loss(model, tiny.tokens(seed=2 * step + half).to(DEVICE), mask)
             loss.backward()
             losses.append(loss.item())
-        counted.append(controller._groups[0].tokens.tolist())
+        counted.append(controller._window.groups[0].tokens.tolist())
         controller.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -194,7 +194,7 @@ def test_partial_adapters_and_plain_ffns_are_left_to_peft():
         controller = nalora.attach(model, AdamW(tiny.trainable(model)), kernels="fused")
         logits = model(input_ids=tiny.tokens().to(DEVICE)).logits
         logits.sum().backward()
-        assert controller._groups[0].tokens.tolist() == [48, 48]
+        assert controller._window.groups[0].tokens.tolist() == [48, 48]
         controller.detach()
 
 

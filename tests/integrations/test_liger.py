@@ -65,7 +65,7 @@ def attached_after_patching(device: str) -> None:
         controller = nalora.attach(model, optimizer, nalora.NALoRAConfig(importance=importance))
         mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3], device=device)
         tiny.sum_loss(model, tiny.tokens(2, 7).to(device), mask).backward()
-        sensitivity, regimes, tokens = controller._groups[0].stacked.totals()
+        sensitivity, regimes, tokens = controller._window.groups[0].stacked.totals()
         sums = tokens.tolist(), regimes, sensitivity
         optimizer.step()
         return str(controller.plan), sums, tiny.adapter_state(model)
@@ -98,7 +98,7 @@ def switched_on_by_trainer(device: str, folder: str) -> None:
         step, compute_loss = controller._leave_step, trainer.compute_loss
 
         def after_step(*args):
-            counted.append(controller._groups[0].tokens.tolist())
+            counted.append(controller._window.groups[0].tokens.tolist())
             step(*args)
 
         def recorded(model, inputs, *args, **kwargs):

@@ -188,7 +188,7 @@ class Counted(TrainerCallback):
         self.steps = []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.steps.append(self.controller._groups[0].tokens.tolist())
+        self.steps.append(self.controller._window.groups[0].tokens.tolist())
 
 
 @SPACES

@@ -68,7 +68,7 @@ class Counts(TrainerCallback):
         self.controller, self.steps = controller, []
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.steps.append(self.controller._groups[0].tokens.tolist())
+        self.steps.append(self.controller._window.groups[0].tokens.tolist())
 
 
 def watch(trainer, controller, real_tokens):

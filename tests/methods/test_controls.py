@@ -29,7 +29,7 @@ def masks(steps=3, **config):
         tiny.sum_loss(model, tiny.tokens(seed=step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(controller._groups[0].mask.clone())
+        found.append(controller._window.groups[0].mask.clone())
     return found
 
 

@@ -278,7 +278,7 @@ def observed(kernels: str, checkpointing: bool | None = None, compile_model: boo
     controller = nalora.attach(model, torch.optim.SGD(tiny.trainable(model), lr=0.1), kernels=kernels)
     forward = torch.compile(model, backend="aot_eager") if compile_model else model
     tiny.sum_loss(forward, tiny.tokens().to(DEVICE)).backward()
-    return [group.stacked.totals() for group in controller._groups], controller.plan.statistics
+    return [group.stacked.totals() for group in controller._window.groups], controller.plan.statistics
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def train(monkeypatch):
             for loss in step_losses(forward, step):
                 loss.backward()
             between(model)
-            counted.append(controller._groups[0].tokens.tolist())
+            counted.append(controller._window.groups[0].tokens.tolist())
             controller.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()

@@ -191,7 +191,7 @@ def test_nalora_finds_the_vision_ffns_and_counts_their_tokens(digits):
     before = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
     for step, images in enumerate((5, 8)):
         model(**collate(digits.train_images()[20 * step : 20 * step + images])).loss.backward()
-        counted = [tokens for group in controller._groups for tokens in group.tokens.tolist()]
+        counted = [tokens for group in controller._window.groups for tokens in group.tokens.tolist()]
         assert counted == [images * TOKENS_PER_IMAGE] * 2
         optimizer.step()
         optimizer.zero_grad()

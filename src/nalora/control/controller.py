@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,13 +16,12 @@ from nalora.config import NALoRAConfig
 from nalora.control import checkpoint, deepspeed, refusals
 from nalora.control.apply import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.control.blocks import Discovery, find_blocks
-from nalora.control.decision import Decision, group_blocks
 from nalora.control.metrics import measure
 from nalora.control.observer import GateObserver
-from nalora.control.parameters import ControlledParameters
 from nalora.control.plan import BlockPlan, Plan, make_plan
 from nalora.control.stepping import follow_steps
-from nalora.control.tokens import watch_masks
+from nalora.control.tokens import TokenMask, watch_masks
+from nalora.control.window import GateWindow, StepWindow
 from nalora.distributed.shards import clip_grad_norm_, sharing_processes
 from nalora.distributed.wrappers import ranks_of, unwrapped
 from nalora.errors import NALoRAError
@@ -82,83 +80,66 @@ class NALoRAController:
         if fused := kernels.startswith("fused"):
             refusals.if_kernels_cannot_run(self.plan)
 
-        self._groups, self._places = group_blocks(self.plan.blocks)
         self._optimizer: Optimizer | None = None
         self._let_go_of_optimizer: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
-        self._decisions: list[Decision] | None = None
-        self._controlled = ControlledParameters(self.plan.blocks, self._groups)
         self._given_ranks = ranks_of(model)
         self._ranks: dist.ProcessGroup | None = None
-        self._before: tuple[list[Control], dict[Tensor, Tensor]] | None = None
 
+        self._window = StepWindow(self.plan.blocks)
         masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
-        self._observers = [self._observe(each, masks[each.block.gate.name]) for each in self.plan.blocks]
+        self._observers = [
+            self._observe(each, window, masks[each.block.gate.name])
+            for each, window in zip(self.plan.blocks, self._window.gates, strict=True)
+        ]
         self._watched_gradients: set[nn.Parameter] = set()
         self._look_at_parameters()
         if fused:
-            from nalora.control.fusing import fuse
+            from nalora.control.fusing import fuse  # Triton is not everywhere
 
             self._undo += fuse(self.model, self.plan, self._observers, adapters=kernels == "fused")
 
     # ---- observe -------------------------------------------------------------------------------------------------
 
-    def _observe(self, plan: BlockPlan, token_mask: Any) -> GateObserver:
-        group, index = self._places[plan.block.name]
-        layers = [p.module for p in plan.block.projections.values() if isinstance(p.module, LoraLayer)]
+    def _observe(self, plan: BlockPlan, window: GateWindow, token_mask: TokenMask) -> GateObserver:
         observer = GateObserver(
             plan.block,
             plan.thresholds,
-            group.sums(index),
+            window,
             token_mask,
             with_up=self.config.importance == "utility",
             accumulate=plan.engine.accumulate,
-            is_adapted_pass=lambda: not layers[0].disable_adapters,
         )
-        observer.gradient_is_gone = lambda: self._gradients_are_gone(layers[0])
-        observer.parameters_were_replaced = lambda: self._controlled.were_replaced(layers[0])
-        observer.is_merged = lambda: any(layer.merged for layer in layers)
-        observer.version = lambda: self._controlled.version(layers[0])
-        observer.applied = lambda: self._decisions is not None
-        observer.abandon = lambda: self._open_window() if self._decisions is not None else observer.discard_window()
         self._undo += [handle.remove for handle in observer.register()]
         return observer
 
-    def _gradients_are_gone(self, layer: nn.Module) -> bool:
-        # DeepSpeed keeps them elsewhere.
-        if deepspeed.is_deepspeed(self._optimizer):
-            return False
-        return all(b.grad is None for b in self._controlled.trained(layer))
-
     def _look_at_parameters(self) -> None:
         """See which adapters are active, who shares them, and when a backward pass reaches them."""
-        if not self._controlled.refresh():
+        parameters = self._window.parameters
+        if not parameters.refresh():
             return
         refusals.if_tensor_parallel(self.model, self.plan)
         if self._optimizer is not None:
             refusals.if_parameters_are_missing(self.model, self.plan, self._optimizer)
-        self._ranks = self._given_ranks or sharing_processes(self._controlled.named())
-        for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
-            for projection in plan.block.projections.values():
-                for b in self._controlled.trained(projection.module):
+        self._ranks = self._given_ranks or sharing_processes(parameters.named())
+        for window in self._window.gates:
+            for projection in window.block.projections.values():
+                for b in parameters.trained(projection.module):
                     if b.requires_grad and b not in self._watched_gradients:
                         self._watched_gradients.add(b)
-                        self._undo.append(observer.watch(b).remove)
+                        self._undo.append(window.watch(b))
 
     def note_replay(self) -> None:
         """Take a pass as seen that a CUDA graph has replayed: its sums are there, but no Python hook ran."""
-        for observer in self._observers:
-            if not observer.calls:
-                observer.calls, observer.gradient_arrived = 1, True
+        self._window.count_replay()
 
     def settle(self) -> None:
         """Keep the statistics where the adapters are now, the averages as they were.
 
         For a model that is moved or cast after `attach`, as Accelerate does with FSDP2 when training starts.
         """
-        now = [each.block.statistics_kind for each in self.plan.blocks]
-        if now == [self._places[each.block.name][0].kind for each in self.plan.blocks]:
+        if self._window.is_where_it_was():
             return
         state = self.state_dict()
         found = Discovery(
@@ -169,11 +150,9 @@ class NALoRAController:
             rewrites=bool(self.plan.passed_over),
         )
         self.plan = make_plan(found, self.config, self._kernels)
-        self._groups, self._places = group_blocks(self.plan.blocks)
-        self._controlled = ControlledParameters(self.plan.blocks, self._groups)
+        self._window.settle(self.plan.blocks)
         for plan, observer in zip(self.plan.blocks, self._observers, strict=True):
-            group, index = self._places[plan.block.name]
-            observer.sums, observer.accumulate = group.sums(index), plan.engine.accumulate
+            observer.accumulate = plan.engine.accumulate
         # A model without weights yet has no averages either.
         if not any(each.is_meta for each in state["tensors"].values()):
             self.load_state_dict(state)
@@ -188,13 +167,14 @@ class NALoRAController:
         Raises:
             NALoRAError: a gate's adapter has a gradient although its gate was never observed.
         """
-        if self._decisions is not None:
+        window = self._window
+        if window.decisions is not None:
             return
         self._look_at_parameters()
-        refusals.unless_gates_were_observed(self._observers)
-        if not any(observer.calls for observer in self._observers):
+        refusals.unless_gates_were_observed(window.gates)
+        if not any(gate.passes for gate in window.gates):
             refusals.if_layers_are_gone(self.model, self.plan)
-        self._decisions = [group.decide(self.config, self._ranks) for group in self._groups]
+        window.decisions = [group.decide(self.config, self._ranks) for group in window.groups]
         if self.config.apply_to == "gradient":
             multiply = deepspeed.multiply_gradients if deepspeed.is_deepspeed(self._optimizer) else multiply_gradients
             multiply(self._controls())
@@ -210,7 +190,7 @@ class NALoRAController:
         return clip_grad_norm_(self._optimizer_parameters(), max_norm, norm_type, **options)
 
     def _controls(self) -> list[Control]:
-        return self._controlled.controls(self._decisions or [], self.config.preserve_mean)
+        return self._window.parameters.controls(self._window.decisions or [], self.config.preserve_mean)
 
     # ---- around the optimizer ------------------------------------------------------------------------------------
 
@@ -230,11 +210,11 @@ class NALoRAController:
             return
         self._unbind()
         self._look_at_parameters()
-        for observer in self._observers:
-            observer.forget_steps_elsewhere()
+        self._window.follow_other_optimizer()
         self._optimizer = optimizer
-        if deepspeed.is_deepspeed(optimizer):
-            undo = deepspeed.follow_steps(optimizer, self._enter_step, self._leave_step, self._open_window)
+        self._window.gradients_elsewhere = deepspeed.is_deepspeed(optimizer)
+        if self._window.gradients_elsewhere:
+            undo = deepspeed.follow_steps(optimizer, self._enter_step, self._leave_step, self.open_window)
         else:
             undo = follow_steps(optimizer, self._enter_step, self._leave_step, self._gradients_zeroed)
         self._let_go_of_optimizer = undo
@@ -251,30 +231,21 @@ class NALoRAController:
         self.apply()
         if self.config.apply_to == "update":
             controls = self._controls()
-            self._before = controls, snapshot(controls)
+            self._window.before = controls, snapshot(controls)
 
     def _leave_step(self, happened: Tensor | None = None) -> None:
-        if self._decisions is None:
+        if self._window.decisions is None:
             return
-        if self._before is not None:
-            multiply_updates(*self._before)
-        for group, decision in zip(self._groups, self._decisions, strict=True):
-            group.commit(decision, happened)
-        for observer in self._observers:
-            observer.stepped_elsewhere = 0
-        self._open_window()
+        if self._window.before is not None:
+            multiply_updates(*self._window.before)
+        self._window.commit(happened)
 
     def _gradients_zeroed(self, *_: Any, **__: Any) -> None:
-        """Forget a window whose gradients were thrown away; a forward pass still without one stays."""
-        if any(observer.gradient_arrived for observer in self._observers):
-            self._open_window()
+        self._window.open_after_zeroing()
 
-    def _open_window(self) -> None:
-        self._decisions = self._before = None
-        for group in self._groups:
-            group.open_window()
-        for observer in self._observers:
-            observer.open_window()
+    def open_window(self) -> None:
+        """Forget what was observed and decided since the last step, as zeroed gradients do."""
+        self._window.open()
 
     def _optimizer_parameters(self) -> Iterable[Tensor]:
         assert self._optimizer is not None
@@ -292,11 +263,11 @@ class NALoRAController:
         the last step; `skipped_updates` counts block updates left out for non-finite z or for want of tokens.
         """
         preserve_mean = self.config.preserve_mean
-        return measure(self._groups, self.plan.blocks, preserve_mean=preserve_mean, per_block=per_block)
+        return measure(self._window.groups, self.plan.blocks, preserve_mean=preserve_mean, per_block=per_block)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, by block name, with the version of its form."""
-        return checkpoint.state_of(self._groups, self.config)
+        return checkpoint.state_of(self._window.groups, self.config)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes where it does not fit.
@@ -304,8 +275,8 @@ class NALoRAController:
         Raises:
             NALoRAError: another version, other blocks, other widths.
         """
-        checkpoint.restore(self._groups, self.config, state)
-        self._open_window()
+        checkpoint.restore(self._window.groups, self.config, state)
+        self.open_window()
 
     def save(self, folder: str | Path) -> Path:
         """Write the state as one safetensors file into `folder`, whole or not at all; its path."""

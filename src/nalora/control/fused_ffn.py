@@ -71,7 +71,7 @@ def fuse_product(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Ca
         with observer.blindfolded():
             z, u = gate(x), up(x)
         mask = as_bytes(observer.token_mask.of(z.shape[:-1]))
-        sums = observer.claim(z.device) if host.training and observer.is_adapted_pass() else None
+        sums = observer.claim(z.device) if host.training and observer.window.is_adapted() else None
         return down(GatedProduct.apply(z, u, spec, sums, mask))
 
     return replace_forward(host, forward)

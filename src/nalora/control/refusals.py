@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from nalora.config import NALoRAConfig
 from nalora.control import deepspeed
-from nalora.control.observer import GateObserver, is_observed
+from nalora.control.observer import is_observed
 from nalora.control.parameters import parts
 from nalora.control.plan import Plan
+from nalora.control.window import GateWindow
 from nalora.distributed.shards import is_data_parallel, is_offloaded, is_sharded
 from nalora.errors import NALoRAError
 
@@ -194,12 +195,12 @@ def if_nothing_learns(plan: Plan) -> None:
         )
 
 
-def unless_gates_were_observed(observers: Iterable[GateObserver]) -> None:
+def unless_gates_were_observed(windows: Iterable[GateWindow]) -> None:
     """The general rule: an adapter with a gradient whose gate saw no token was trained behind our back."""
-    for observer in observers:
-        if observer.gradient_arrived and observer.calls == 0:
+    for window in windows:
+        if window.gradient_arrived and window.passes == 0:
             raise NALoRAError(
-                observer.block.gate.name,
+                window.block.gate.name,
                 found="a gradient for this block's adapters, although its gate saw no token",
                 expected="forward passes through the gate layer in training mode after attach",
                 fix="switch off fused LoRA-MLP kernels (Unsloth; Axolotl: lora_mlp_kernel: false), attach before"

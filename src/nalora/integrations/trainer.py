@@ -148,7 +148,7 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
         """Bind to the optimizer that `train()` has built, with nothing left of a run that broke off."""
         self.controller.bind(optimizer)
-        self.controller._open_window()
+        self.controller.open_window()
 
     def _settle(self, *prepared: Any, **_: Any) -> None:
         if any(isinstance(each, nn.Module) for each in prepared):
