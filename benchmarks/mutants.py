@@ -36,11 +36,11 @@ CORE = ("equations", "control/decision", "control/apply", "studies/comparison")
 SAMPLED = ("control/observer", "control/window", "methods/*", "diagnostics/measures", "tasks/answers")
 CORE_TESTS = (
     "tests/test_equations.py", "tests/control/test_decision.py", "tests/control/test_apply.py",
-    "tests/control/test_controller.py",
-    "tests/studies/test_comparison.py",
+    "tests/control/test_controller.py", "tests/studies/test_comparison.py",
 )  # fmt: skip
 OTHER_TESTS = (
-    "tests/control/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py", "tests/methods",
+    "tests/control/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py",
+    "tests/methods",
 )  # fmt: skip
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--hypothesis-seed=0", "--no-header")
 # A mutant that lives runs all tests of its line, up to so many seconds of them; one that hangs counts as noticed.

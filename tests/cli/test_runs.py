@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from nalora.training.folder import RunFolder
-from nalora.training.settings import read
 from rich.console import Console
 
 from nalora.cli.runs import print_summaries
 from nalora.models import loading
+from nalora.runs.folder import RunFolder
+from nalora.runs.settings import read
 from nalora.training.claim import claimed
 
 

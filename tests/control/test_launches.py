@@ -11,7 +11,7 @@ import pytest
 from nalora.distributed import processes
 from nalora.errors import NALoRAError
 
-MEET = "from nalora import processes; processes.meet('cpu'); print('met', processes.count())"
+MEET = "from nalora.distributed import processes; processes.meet('cpu'); print('met', processes.count())"
 
 
 def launched(tmp_path, *options):
