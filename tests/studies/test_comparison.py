@@ -225,3 +225,17 @@ def test_equal_differences_are_as_uncertain_as_the_finest_step():
     assert deviation([1.0, 3.0], finest=100.0) == pytest.approx(math.sqrt(2))
     assert deviation([0.5, 0.5, 0.5]) == 0.0
     assert deviation([0.0, 0.0], finest=1.0) == deviation([0.5, 0.5], finest=1.0) == pytest.approx(1 / math.sqrt(12))
+
+
+def test_a_bootstrap_needs_two_seeds_as_an_interval_does():
+    one, two = {"lora": {0: 1.0}, "other": {0: 0.5}}, {"lora": {0: 1.0, 1: 1.1}, "other": {0: 0.5, 1: 0.4}}
+    (alone,), (both,) = (compare(values, "lora", higher_is_better=False) for values in (one, two))
+    assert alone.bootstrap is None
+    assert (both.bootstrap.low, both.bootstrap.high) == pytest.approx((-0.7, -0.5))
+
+
+def test_the_level_itself_still_decides():
+    values = {"lora": {0: 1.0, 1: 1.1, 2: 0.9}, "other": {0: 0.8, 1: 1.0, 2: 0.6}}
+    (found,) = compare(values, "lora", higher_is_better=False)
+    (decided,) = compare(values, "lora", higher_is_better=False, alpha=found.adjusted_p)
+    assert decided.verdict == "better"
