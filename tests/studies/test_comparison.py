@@ -239,3 +239,42 @@ def test_the_level_itself_still_decides():
     (found,) = compare(values, "lora", higher_is_better=False)
     (decided,) = compare(values, "lora", higher_is_better=False, alpha=found.adjusted_p)
     assert decided.verdict == "better"
+
+
+def test_a_comparison_names_what_was_compared_and_how_many_seeds_would_decide_it():
+    values = {
+        "lora": {0: 1.0, 1: 1.1, 2: 0.9},
+        "near": {0: 0.9, 1: 1.1, 2: 0.7},
+        "far": {0: 0.5, 1: 0.61, 2: 0.39},
+    }
+    near, far = compare(values, "lora", higher_is_better=False)
+    assert [(each.method, each.baseline, each.seeds) for each in (near, far)] == [
+        ("near", "lora", 3),
+        ("far", "lora", 3),
+    ]
+    differences = [-0.1, 0.0, -0.2]
+    assert near.difference == pytest.approx(-0.1)
+    assert near.interval == pytest.approx(student_interval(differences))
+    assert near.bootstrap == pytest.approx(bootstrap_interval(differences))
+    assert (near.verdict, far.verdict) == ("not distinguishable", "better")
+    assert near.seeds_to_decide == seeds_to_decide(differences, 0.05 / 2, resolution(values)) > 3
+    assert far.seeds_to_decide is None
+
+
+def test_equal_differences_need_the_finest_step_to_say_how_many_seeds_decide():
+    values = {
+        "lora": {0: 0.50, 1: 0.51, 2: 0.52},
+        "other": {0: 0.51, 1: 0.52, 2: 0.53},
+        "third": {0: 0.6, 1: 0.1, 2: 0.9},
+    }
+    other = compare(values, "lora", higher_is_better=True, alpha=1e-4)[0]
+    assert other.verdict == "not distinguishable"
+    assert other.seeds_to_decide == seeds_to_decide([0.01] * 3, 1e-4 / 2, 0.01) > 3
+
+
+def test_intervals_of_equal_values_have_no_width_and_are_drawn_with_seed_0():
+    assert student_interval([1.0, 1.0]) == (1.0, 1.0)
+    values = [math.sqrt(number) for number in range(9)]
+    assert bootstrap_interval(values) == bootstrap_interval(values, seed=0) != bootstrap_interval(values, seed=1)
+    low, high = bootstrap_interval(values)
+    assert 0.5 < low < sum(values) / 9 < high < 2.6
