@@ -1,4 +1,4 @@
-"""Nonlinearity-Aware LoRA: train ordinary LoRA adapters with an eye on the FFN gates."""
+"""Train, measure and compare LoRA adapters; Nonlinearity-Aware LoRA for any training script that uses PEFT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nalora.errors import NALoRAError
     from nalora.integrations.trainer import attach_trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "NALoRAConfig",
     "NALoRAController",
