@@ -150,7 +150,9 @@ class _Covering:
         own = {test for line in range(mutant.first, mutant.last + 1) for test in by_line.get(str(line), ())}
         chosen = self._fastest(own)
         if len(own) < FEWEST_TESTS:  # also what is executed once, when the module is imported or a cache is filled
-            chosen += self._fastest({test for tests in by_line.values() for test in tests} - own)
+            package = Path(mutant.file).parent.name
+            of_package = {test for test in self.seconds if f"/test_{package}.py::" in test}
+            chosen += self._fastest(({test for tests in by_line.values() for test in tests} | of_package) - own)
         return chosen
 
     def _fastest(self, tests: set[str]) -> list[str]:

@@ -282,3 +282,12 @@ def test_b_learns_ratio_times_as_fast(tmp_path, monkeypatch):
     rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
     assert len(rates) == len([p for p in trainer.model.parameters() if p.requires_grad])
     assert all(rate == pytest.approx(8e-3 if "lora_B" in name else 1e-3) for name, rate in rates.items())
+
+
+def test_a_is_drawn_as_lora_draws_it():
+    """Uniform within 1/√inputs."""
+    drawn = drawn_rows("layer", 64, 400, seed=0)
+    assert 0.99 / 20 < drawn.abs().max() <= 1 / 20
+    assert drawn.mean().abs() < 1e-3
+    assert torch.equal(drawn, drawn_rows("layer", 64, 400, seed=0))
+    assert not torch.equal(drawn, drawn_rows("other", 64, 400, seed=0))

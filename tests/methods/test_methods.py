@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -61,3 +63,37 @@ def test_na_lora_s_fields_are_the_controllers():
     }
     theirs = {f.name: f.default for f in dataclasses.fields(nalora.NALoRAConfig)}
     assert ours.items() <= theirs.items()
+
+
+CONTROLS = {"na-lora", "na-lora-frozen", "na-lora-mean", "na-lora-off", "na-lora-random", "na-lora-utility"}
+# As published where a paper says it, by the number that arXiv gave the paper.
+PUBLISHED = {
+    "adalora": ("2303.10512", {
+        "target_rank": None, "initial_rank": None, "warmup_share": 0.1, "final_share": 0.3, "every": 1, "beta1": 0.85,
+        "beta2": 0.85, "orthogonality": 0.5,
+    }),
+    "block-lora": ("2505.20355", {"ratio": 1.0, "blocks": 2}),
+    "dora": ("2402.09353", {}),
+    "full": ("–", {}),
+    "gora": ("2502.12171", {
+        "gamma": 0.05, "gradient_batches": 32, "min_rank": 4, "max_rank": 32, "ratio": 16.0, "gradient_memory": 4.0,
+    }),
+    "lora": ("2106.09685", {}),
+    "lora+": ("2402.12354", {"ratio": 16.0}),
+    "lora-ga": ("2407.05000", {"gamma": 16.0, "gradient_batches": 8, "gradient_memory": 4.0}),
+    "lora-pro": ("2407.18242", {"mode": "efficient"}),
+    "lora-scaled": ("control", {
+        "like": None, "gate_scale": 1.0, "up_scale": 1.0, "down_scale": 1.0, "mask_mean": 1.0,
+    }),
+    "pissa": ("2404.02948", {"iterations": 0}),
+    "rslora": ("2312.03732", {}),
+}  # fmt: skip
+
+
+def test_methods_have_the_names_and_defaults_that_files_of_runs_rely_on():
+    assert set(methods.names()) == {*PUBLISHED, *CONTROLS}
+    for name, (paper, defaults) in PUBLISHED.items():
+        method = methods.get(name)
+        assert method.name == name
+        assert method.reference.endswith(paper)
+        assert {field.name: field.default for field in dataclasses.fields(method)} == defaults

@@ -175,8 +175,9 @@ def study_of_run_files(folder: Path) -> dict[str, Any]:
 
 def refuse_missing_settings() -> None:
     """Refuse run files that leave a setting out, or at its default, in every file that could give it."""
-    from nalora import methods, tasks
     from nalora.training.settings import RunSettings
+
+    from nalora import methods, tasks
 
     files = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (FOLDER / "run_files").glob("*.yaml")]
     own = {field.name: field.default for field in dataclasses.fields(RunSettings)}

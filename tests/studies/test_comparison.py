@@ -278,3 +278,17 @@ def test_intervals_of_equal_values_have_no_width_and_are_drawn_with_seed_0():
     assert bootstrap_interval(values) == bootstrap_interval(values, seed=0) != bootstrap_interval(values, seed=1)
     low, high = bootstrap_interval(values)
     assert 0.5 < low < sum(values) / 9 < high < 2.6
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(1.0, 10), (0.8, 15), (0.5, 34)])
+def test_seeds_to_decide_are_those_of_the_tables_of_the_paired_t_test(effect, seeds):
+    """A power of 0.8 at a level of 5 % for a difference of so many standard deviations."""
+    half = math.sqrt(0.5)
+    differences = [effect - half, effect + half]
+    assert seeds_to_decide(differences, 0.05) == seeds
+    assert seeds_to_decide(differences, 0.01) > seeds
+
+
+def test_differences_without_any_spread_need_the_fewest_seeds():
+    assert seeds_to_decide([1.0, 1.0, 1.0], 0.05) == 3
+    assert seeds_to_decide([1.0, 1.0, 1.0], 0.05, finest=10.0) > 10
