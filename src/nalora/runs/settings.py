@@ -132,6 +132,7 @@ class Run:
     settings: RunSettings
     method: Method
     task_options: dict[str, Any] = field(default_factory=dict)
+    deleted: dict[str, Any] = field(default_factory=dict)  # settings of an earlier version that its key is made of
 
     def to_dict(self) -> dict[str, Any]:
         """All settings with their values, flat as in the file."""
@@ -200,6 +201,7 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
         NALoRAError: every problem at once.
     """
     problems = [f"{shortened(repr(key))}: expected the name of a setting" for key in given if not isinstance(key, str)]
+    deleted = old_names.in_key(given)
     given = {key: value for key, value in old_names.current(given).items() if isinstance(key, str)}
     own = _types()
     method: type[Method] | None = None
@@ -235,7 +237,7 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
     if problems or prepared is None:
         raise SettingsError(where, problems)
     settings = RunSettings(**{key: value for key, value in values.items() if key in own})
-    return Run(settings, prepared, {key: value for key, value in values.items() if key in of_task})
+    return Run(settings, prepared, {key: value for key, value in values.items() if key in of_task}, deleted)
 
 
 def _fitting(types: Mapping[str, Any], value: Any) -> list[str]:

@@ -33,7 +33,7 @@ def key(run: Run) -> str:
         for name, value in run.to_dict().items()
         if name not in INDIFFERENT and not (name in defaults and defaults[name] == value)
     }
-    content["method"] = run.method.name
+    content |= {"method": run.method.name, **run.deleted}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
