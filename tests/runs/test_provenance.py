@@ -31,10 +31,10 @@ def commit_of(source, **variables):
 def copied(tmp_path):
     """A copy of the modules that this needs."""
     package = tmp_path / "repository" / "src" / "nalora"
-    (package / "training").mkdir(parents=True)
-    for name in ("__init__.py", "training/__init__.py"):
+    (package / "runs").mkdir(parents=True)
+    for name in ("__init__.py", "runs/__init__.py"):
         (package / name).write_text('"""A copy."""\n')
-    shutil.copy(SOURCE / "training" / "provenance.py", package / "training")
+    shutil.copy(SOURCE / "runs" / "provenance.py", package / "runs")
     return package
 
 
