@@ -1,7 +1,7 @@
 """Take the pictures of reports that the documentation shows.
 
 python docs/screenshots.py RUN...
-python docs/screenshots.py --study studies/gsm8k.yaml --store results/store
+python docs/screenshots.py --study studies/gsm8k.yaml --store results/store   (after python results/restore.py)
 
 Each is of a part of a real report in Chromium, as a reader sees it; runs with gates, a diagnosis and evaluations fill
 all of them. The pictures go to docs/figures/report-*.png.

@@ -1,9 +1,9 @@
-"""The tables of docs/findings.md, from what the studies came to.
+"""The tables of docs/findings.md, from the answers of the studies.
 
-What stands between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm beside LoRA, study by study,
-`controls`, arms beside what they must beat, `page`, what is left when all of these are one family, and `later`, what
-seeds say that were added later, from the results/store/STUDY.json that `nalora study` writes; `repeats` and
-`robustness`, which are what noise.py says.
+The text between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm compared with LoRA, study by
+study, `controls`, arms compared with their controls, `page`, the comparisons that remain significant when all of these
+are one family, and `later`, the seeds that were added later, all from results/STUDY/answer.json; `repeats` and
+`robustness`, which noise.py writes from the runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from later_seeds import later_seeds
-from noise import repeats, robustness
+from noise import repeats, robustness, trainings
 
 from nalora.studies.alike import LOSS
 from nalora.studies.comparison import ALPHA, holm
@@ -39,28 +39,29 @@ ELSEWHERE = {
 _PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DOTALL)
 
 
-def write() -> Path:
-    """Bring the page up to date; its path."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+def write(store: Path) -> Path:
+    """Bring the page up to date with the answers in results/ and the runs of a store; its path."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), store), encoding="utf-8")
     return PAGE
 
 
-def filled(page: str, store: Path = HERE / "store") -> str:
+def filled(page: str, store: Path, results: Path = HERE) -> str:
     """The page with everything that it has a place for."""
-    written = {
-        "arms": arms,
-        "controls": controls,
-        "page": whole_page,
-        "later": lambda store: later_seeds(answers(store)),
-        "repeats": repeats,
-        "robustness": robustness,
+    trained = trainings(results)
+    lines = {
+        "arms": arms(results),
+        "controls": controls(results),
+        "page": whole_page(results),
+        "later": later_seeds(answers(results)),
+        "repeats": repeats(trained),
+        "robustness": robustness(trained, store),
     }
-    return _PLACE.sub(lambda match: match[1] + "\n".join(written[match["name"]](store)) + "\n" + match[3], page)
+    return _PLACE.sub(lambda match: match[1] + "\n".join(lines[match["name"]]) + "\n" + match[3], page)
 
 
-def arms(store: Path) -> list[str]:
+def arms(results: Path) -> list[str]:
     """Every arm of every study beside LoRA in test loss, and its accuracy on GSM8K."""
-    parts = answers(store)
+    parts = answers(results)
     names = {told: {named(arm): arm for arm in part["values"]} for told, part in parts.items()}
     lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
     for arm in dict.fromkeys(arm for known in names.values() for arm in known):
@@ -88,22 +89,22 @@ def _accuracy(part: dict[str, Any], arm: str) -> str:
     return _over_seeds(accuracy, 1) + seeds
 
 
-def controls(store: Path) -> list[str]:
+def controls(results: Path) -> list[str]:
     """Every arm beside the controls that its study names, in test loss."""
     lines = ["| | beside | difference, 95 % interval | verdict |", "|---|---|---|---|"]
-    for file in sorted(store.glob("[!.]*.json")):
+    for file in sorted(results.glob("*/answer.json")):
         for part in json.loads(file.read_text(encoding="utf-8")):
             for each in part["controls"].get(LOSS, []):
-                cells = (f"{file.stem}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
+                cells = (f"{file.parent.name}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def whole_page(store: Path) -> list[str]:
+def whole_page(results: Path) -> list[str]:
     """What can be told apart when every comparison in test loss that the page shows counts as one of many."""
     p_values = {
         f"{told}: {each['method']} beside {each['baseline']}": each["p"]
-        for told, part in answers(store).items()
+        for told, part in answers(results).items()
         for family in (part["comparisons"], part["controls"])
         for each in family.get(LOSS, [])
         if each["p"] is not None
@@ -115,11 +116,11 @@ def whole_page(store: Path) -> list[str]:
     ]
 
 
-def answers(store: Path) -> dict[str, dict[str, Any]]:
-    """What the page's studies came to, as far as they have been run, by what they are called there."""
+def answers(results: Path) -> dict[str, dict[str, Any]]:
+    """The answers of the page's studies, as far as they have been run, by the name that the page gives them."""
     found = {}
     for name, told in STUDIES:
-        if (file := store / f"{name}.json").is_file():
+        if (file := results / name / "answer.json").is_file():
             (found[told],) = json.loads(file.read_text(encoding="utf-8"))
     return found
 

@@ -1,4 +1,4 @@
-"""What trainings of one and the same run say of the noise: how far they lie apart, and which verdicts hang on it.
+"""The noise between trainings of the same run: its size, and the verdicts that depend on it.
 
 GSM8K has a second LoRA: NA-LoRA with mask and scales off is LoRA bit for bit, with the same seeds, trained once more.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from collect import REPEATS, losses
+from collect import REPEATS
+from run_tables import read_tables
 
 from nalora.runs.folder import HELD_OUT
 from nalora.studies.comparison import Comparison, compare_pairs
@@ -19,60 +20,62 @@ from nalora.studies.study import read
 
 ALSO_LORA = "control, both off"
 STUDIES = Path(__file__).parents[1] / "studies"
+# The losses of every training of a run, by the run's key: the training that counts is the last.
+Trainings = Mapping[str, Sequence[Mapping[str, float]]]
 
 
-def repeats(store: Path) -> list[str]:
-    """How far trainings of one run, with one seed, came to lie apart: the lowest and the highest of its losses."""
-    apart: dict[str, list[float]] = {"validation": [], "test": []}
-    found = trainings(store)
-    for run in found.values():
-        for asked in run[-1]:
-            told = [each[asked] for each in run if asked in each]
-            if len(told) > 1:
-                apart["validation" if asked.endswith(HELD_OUT) else "test"].append(max(told) - min(told))
+def trainings(results: Path) -> Trainings:
+    """The losses of all trainings, from repeats.jsonl and the tables."""
+    losses: dict[str, list[Mapping[str, float]]] = {}
+    for line in (results / REPEATS).read_text(encoding="utf-8").splitlines():
+        earlier = json.loads(line)
+        losses.setdefault(earlier["run"], []).append(earlier["losses"])
+    return {key: [*losses.get(key, []), run.losses()] for key, run in read_tables(results).items()}
+
+
+def repeats(trained: Trainings) -> list[str]:
+    """The distance between trainings of one run with one seed: the highest minus the lowest of its losses."""
+    distances: dict[str, list[float]] = {"validation": [], "test": []}
+    repeated = [losses for losses in trained.values() if len(losses) > 1]
+    for losses in repeated:
+        for evaluation in losses[-1]:
+            values = [training[evaluation] for training in losses if evaluation in training]
+            if len(values) > 1:
+                kind = "validation" if evaluation.endswith(HELD_OUT) else "test"
+                distances[kind].append(max(values) - min(values))
     sizes = [
-        f"their {kind} losses lie {statistics.median(each):.4f} apart (median of {len(each)}; at most {max(each):.4f})"
-        for kind, each in apart.items()
-        if each
+        f"their {kind} losses lie {statistics.median(sizes):.4f} apart "
+        f"(median of {len(sizes)}; at most {max(sizes):.4f})"
+        for kind, sizes in distances.items()
+        if sizes
     ]
     return [
-        f"- **How much is noise?** {len(found)} runs were trained again with the same seed:",
+        f"- **How much is noise?** {len(repeated)} runs were trained again with the same seed:",
         f"  {', '.join(sizes)}.",
     ]
 
 
-def robustness(store: Path, study: str = "gsm8k") -> list[str]:
-    """What a study's verdicts would be if another training of its repeated runs counted."""
+def robustness(trained: Trainings, store: Path, study: str = "gsm8k") -> list[str]:
+    """The verdicts of a study if another training of its repeated runs counted."""
     described = read(STUDIES / f"{study}.yaml")
     progress = so_far(described, store)
-    repeated = trainings(store)
-    found: dict[str, dict[int, list[float]]] = {}
+    losses: dict[str, dict[int, list[float]]] = {}
     for cell in progress.schedule.cells:
         rate = progress.schedule.chosen_rate(cell, progress.results)
         for job in progress.schedule.final(cell, rate) if rate is not None else []:
-            run = repeated.get(job.key, [losses(store / job.key)])
-            if told := [each[study] for each in run if study in each]:
-                found.setdefault(cell.arm.name, {})[job.settings["seed"]] = told
+            if values := [training[study] for training in trained.get(job.key, ()) if study in training]:
+                losses.setdefault(cell.arm.name, {})[job.settings["seed"]] = values
 
     def verdicts(baseline: str, counted: Callable[[list[float]], float]) -> str:
-        values = {arm: {seed: counted(told) for seed, told in seeds.items()} for arm, seeds in found.items()}
+        values = {arm: {seed: counted(runs) for seed, runs in seeds.items()} for arm, seeds in losses.items()}
         return told_apart(values, baseline, planned=len(described.arms) - 1)
 
     return [
         "- **Which training counts?** Of a run that was trained twice, the second, whose answers were evaluated.",
-        f"  Had the first one counted on {study}: {verdicts(described.baseline, lambda told: told[0])}.",
+        f"  Had the first one counted on {study}: {verdicts(described.baseline, lambda values: values[0])}.",
         f"  With the mean of a run's trainings: {verdicts(described.baseline, statistics.fmean)}.",
-        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {verdicts(ALSO_LORA, lambda told: told[-1])}.',
+        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {verdicts(ALSO_LORA, lambda values: values[-1])}.',
     ]
-
-
-def trainings(store: Path) -> dict[str, list[dict[str, float]]]:
-    """The losses of every training of a run that was trained more than once, the one that counts last."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for line in (store.parent / REPEATS).read_text(encoding="utf-8").splitlines():
-        earlier = json.loads(line)
-        found.setdefault(earlier["run"], []).append(earlier["losses"])
-    return {run: [*each, losses(store / run)] for run, each in found.items()}
 
 
 def told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:

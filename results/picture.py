@@ -15,7 +15,7 @@ from nalora.studies.alike import LOSS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STORE = Path(__file__).parent / "store"
+RESULTS = Path(__file__).parent
 TARGET = Path(__file__).parents[1] / "docs" / "figures" / "findings.svg"
 
 
@@ -45,7 +45,7 @@ def compared() -> dict[str, dict[str, dict[str, Any]]]:
             for each in part["comparisons"][LOSS]
             if each["interval"] is not None
         }
-        for told, part in answers(STORE).items()
+        for told, part in answers(RESULTS).items()
     }
     return {told: comparisons for told, comparisons in found.items() if comparisons}
 

@@ -1,49 +1,49 @@
-"""Write all that is published of the kept runs: answers, docs/findings.md with its picture, and the studies' reports.
+"""Write what is published of the kept runs: results/STUDY/answer.*, docs/findings.md and its picture.
 
 python results/publish.py
 
-Nothing is trained or asked; runs that are missing are said to be missing.
+Nothing is trained or evaluated; missing runs are reported as missing. A study's report is not kept:
+`nalora report STUDY --store results/store` writes it after restore.py.
 """
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import findings
 import picture
+from restore import RESULTS, restore
+from run_tables import RUNS
 
 from nalora.studies.answer import answer, write
 from nalora.studies.conduct import so_far
-from nalora.studies.page import write_page_of
 from nalora.studies.study import read
 
-ROOT = Path(__file__).resolve().parents[1]
-# From the root, since a report names its runs by these paths in the commands that repeat them.
-RESULTS = Path("results")
-STORE = RESULTS / "store"
+STUDIES = RESULTS.parent / "studies"
 
 
 def main() -> None:
-    os.chdir(ROOT)
-    # The search for a gap has an answer, which the page of findings points to, and nothing else to show.
-    print(keep_answer("gap"))
-    for name, _ in findings.STUDIES:
-        print(keep_answer(name))
-        print(write_page_of(_file(name), STORE, RESULTS / f"{name}.html"))
-    print(findings.write())
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        restore(RESULTS, store)
+        for name in sorted(table.parent.name for table in RESULTS.glob(f"*/{RUNS}")):
+            if (STUDIES / f"{name}.yaml").is_file():
+                print(keep_answer(name, store))
+        print(findings.write(store))
     print(picture.draw())
 
 
-def keep_answer(name: str) -> Path:
-    """Write what a study has come to beside its runs: NAME.md and NAME.json."""
-    study = read(_file(name))
-    progress = so_far(study, STORE)
-    return write(study, answer(progress.schedule, progress.results, progress.failed), STORE)
-
-
-def _file(name: str) -> Path:
-    return Path("studies") / f"{name}.yaml"
+def keep_answer(name: str, store: Path) -> Path:
+    """Write the answer of a study, as a page and as numbers; the page."""
+    study = read(STUDIES / f"{name}.yaml")
+    progress = so_far(study, store)
+    page = write(study, answer(progress.schedule, progress.results, progress.failed), store)
+    for file in (page.with_suffix(".json"), page):
+        target = RESULTS / name / f"answer{file.suffix}"
+        shutil.copyfile(file, target)
+    return target
 
 
 if __name__ == "__main__":
