@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     # Triton's kernels run on the CPU through its interpreter; it must be asked for before they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says nothing on a machine that does other work.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module", autouse=True)

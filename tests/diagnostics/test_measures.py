@@ -160,6 +160,7 @@ def test_shares_and_histogram():
     assert found.histogram[0] == (z < -7.75).sum()
     assert found.histogram[-1] == (z >= 7.75).sum()
     assert standing(z, None).shares() is None
+    assert standing(z, None).histogram is None
     twice = found + found
     assert twice.tokens == 400
     assert twice.shares() == found.shares()

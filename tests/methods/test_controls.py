@@ -113,8 +113,8 @@ def test_the_random_mask_follows_the_runs_seed(monkeypatch):
 def test_scaled_lora_steps_by_its_multiples(settings, tmp_path):
     """One step of SGD without clipping: each FFN adapter moves exactly its multiple of LoRA's way."""
     factors = {"gate_scale": 0.5, "up_scale": 0.25, "down_scale": 2.0, "mask_mean": 0.5}
-    one_step = {**settings, "steps": 1, "max_norm": 0.0, "schedule": "constant", "warmup": 0.0}
-    # B starts at zero and A gets no gradient in the first step: what B is after it is the step.
+    one_step = {**settings, "steps": 1, "max_norm": 0.0, "schedule": "constant", "warmup": 0.0, "weight_decay": 0.5}
+    # B starts at zero and A gets no gradient in the first step: B is then the step itself, and A has only decayed.
     lora = trained(one_step, tmp_path, "lora", method="lora")
     scaled = trained(one_step, tmp_path, "scaled", method="lora-scaled", **factors)
     expected = {"gate_proj": 0.25, "up_proj": 0.25, "down_proj": 2.0}
@@ -123,6 +123,8 @@ def test_scaled_lora_steps_by_its_multiples(settings, tmp_path):
             multiple = next((m for part, m in expected.items() if part in name), 1.0)
             torch.testing.assert_close(scaled[name], multiple * theirs)
             assert theirs.abs().sum() > 0
+        elif "self_attn" in name:
+            assert torch.equal(scaled[name], theirs)
 
 
 def test_scaled_lora_reads_another_runs_means(settings, tmp_path):

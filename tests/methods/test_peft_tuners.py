@@ -56,6 +56,8 @@ def test_the_runs_rank_alpha_and_dropout_are_the_tuners():
     config = method.config(Adapter(rank=8, alpha=16.0, dropout=0.1, target_modules=["q_proj"]))
     assert (config.r, config.alpha, config.gralora_dropout, config.gralora_k) == (8, 16, 0.1, 4)
     assert config.target_modules == {"q_proj"}
+    plain = methods.get("peft/lora").build().config(Adapter(rank=4, alpha=12.0, target_modules=["q_proj"]))
+    assert (plain.r, plain.lora_alpha) == (4, 12)
 
 
 def test_the_same_seed_is_the_same_start():
