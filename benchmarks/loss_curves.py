@@ -23,8 +23,7 @@ def main() -> None:
     parser.add_argument("--curves", type=Path, default=CURVES)
     args = parser.parse_args()
     curves = {}
-    for name, kernels in (("PEFT's layers", "auto"), ("fused activation", "fused-activation"),
-                          ("fused LoRA layers", "fused")):  # fmt: skip
+    for name, kernels in (("PEFT's layers", "auto"), ("fused LoRA layers", "fused")):
         training = Training(build(SHAPE), 8, 256, lr=2e-3)
         draw = torch.Generator("cuda").manual_seed(5)
         with training.ours(kernels=kernels)():

@@ -32,7 +32,9 @@ marked, and stays the bound.
 
 `kernels="auto"` chooses how statistics are computed and leaves the model's arithmetic alone ("model untouched").
 `kernels="fused"` also computes FFNs and LoRA layers as single functions ("fused LoRA layers"; "everything on" adds
-Liger's norms, rotary embedding and loss). The paper's hooks are its appendix written literally.
+Liger's norms, rotary embedding and loss). "Fused activation" computed the product φ(z) ⊙ u alone as one function; it is
+no longer an option, because fusing the LoRA layers as well is faster. The paper's hooks are its appendix written
+literally.
 
 ![Training step by variant, with the floor](figures/training_step.svg)
 """

@@ -68,7 +68,6 @@ def main() -> None:
         "PEFT LoRA": plain.plain,
         "paper's hooks": plain.paper,
         "NA-LoRA, model untouched": plain.ours(),
-        "NA-LoRA, fused activation": plain.ours(kernels="fused-activation"),
         "NA-LoRA, fused LoRA layers": plain.ours(kernels="fused"),
     }
     resident = torch.cuda.memory_allocated() / 2**30

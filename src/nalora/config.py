@@ -1,24 +1,34 @@
-"""What NA-LoRA is told to do: the paper's hyperparameter table as frozen dataclasses."""
+"""NA-LoRA's settings: the paper's hyperparameter table as frozen dataclasses."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterator
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from nalora.errors import NALoRAError
 
-_PAPER_PROJECTION_ARGUMENTS = {"alpha": "sensitivity", "smin": "low", "smax": "high"}
-_PAPER_ARGUMENTS = {
+Kernels = Literal["auto", "off", "fused"]
+Importance = Literal["derivative", "utility"]
+Regimes = Literal["paper", "derived"]
+Space = Literal["gradient", "update"]
+
+PROJECTIONS = ("gate", "up", "down")
+# The arguments of the paper's code and the settings that they stand for; t is the symmetric threshold τ_z.
+PAPER_ARGUMENTS = {
     "gate_keep_ratio": "keep_ratio",
     "gate_beta": "sharpness",
     "gate_ema": "mask_ema",
+    "t": "thresholds",
     "lambda_ov": "positive_penalty",
     "beta_s": "scale_ema",
+    **{f"alpha_{projection}": f"{projection}.sensitivity" for projection in PROJECTIONS},
+    **{f"smin_{projection}": f"{projection}.low" for projection in PROJECTIONS},
+    **{f"smax_{projection}": f"{projection}.high" for projection in PROJECTIONS},
 }
 
 
@@ -34,24 +44,6 @@ def _require(field: str, value: Any, holds: bool, expected: str) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-@contextlib.contextmanager
-def _in_the_papers_words(typed: dict[str, Any]) -> Iterator[None]:
-    """What is refused is called as the user typed it, not by the field that it stands for."""
-    try:
-        yield
-    except NALoRAError as error:
-        raise NALoRAError(
-            f"NALoRAConfig.from_paper({', '.join(f'{name}=…' for name in typed)})",
-            found=", ".join(repr(value) for value in typed.values()),
-            expected=error.expected,
-            fix=f"set {' and '.join(typed)} to that",
-        ) from None
-
-
-def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(field, value, value in choices, "one of " + ", ".join(map(repr, choices)))
 
 
 @dataclass(frozen=True)
@@ -114,31 +106,30 @@ class NALoRAConfig:
     down: ProjectionScale = ProjectionScale(0.20, 0.85, 1.30)
     mask: bool = True
     scaling: bool = True
-    importance: Literal["derivative", "utility"] = "derivative"
+    importance: Importance = "derivative"
     mask_channels: Literal["learned", "shuffled", "frozen"] = "learned"
     mask_seed: int = 0
     preserve_mean: bool = False
-    regimes: Literal["paper", "derived"] = "paper"
+    regimes: Regimes = "paper"
     thresholds: tuple[float, float] | None = None
-    apply_to: Literal["gradient", "update"] = "gradient"
+    apply_to: Space = "gradient"
     start: Literal["ones", "first"] = "ones"
 
     def __post_init__(self) -> None:
         for field in ("keep_ratio", "sharpness", "mask_ema", "positive_penalty", "scale_ema"):
             _require(field, getattr(self, field), _is_number(getattr(self, field)), "a number")
-        for field in ("gate", "up", "down"):
-            given = getattr(self, field)
-            _require(field, given, isinstance(given, ProjectionScale), "ProjectionScale(sensitivity, low, high)")
+        for field in PROJECTIONS:
+            scale = getattr(self, field)
+            _require(field, scale, isinstance(scale, ProjectionScale), "ProjectionScale(sensitivity, low, high)")
         _require("keep_ratio", self.keep_ratio, 0 < self.keep_ratio <= 1, "a number in (0, 1]")
         _require("sharpness", self.sharpness, 0 < self.sharpness < math.inf, "a positive number")
         _require("mask_ema", self.mask_ema, 0 <= self.mask_ema < 1, "a number in [0, 1)")
         _require("scale_ema", self.scale_ema, 0 <= self.scale_ema < 1, "a number in [0, 1)")
         _require("positive_penalty", self.positive_penalty, 0 <= self.positive_penalty < math.inf, "a number ≥ 0")
-        _one_of("importance", self.importance, ("derivative", "utility"))
-        _one_of("mask_channels", self.mask_channels, ("learned", "shuffled", "frozen"))
-        _one_of("regimes", self.regimes, ("paper", "derived"))
-        _one_of("apply_to", self.apply_to, ("gradient", "update"))
-        _one_of("start", self.start, ("ones", "first"))
+        for field, hint in typing.get_type_hints(type(self)).items():
+            if typing.get_origin(hint) is Literal:
+                choices, value = typing.get_args(hint), getattr(self, field)
+                _require(field, value, value in choices, "one of " + ", ".join(map(repr, choices)))
         if self.thresholds is not None:
             pair = isinstance(self.thresholds, tuple | list) and len(self.thresholds) == 2
             _require("thresholds", self.thresholds, pair and all(map(_is_number, self.thresholds)), "(low, high)")
@@ -155,35 +146,75 @@ class NALoRAConfig:
         Raises:
             NALoRAError: an argument the paper's code does not have, or a value out of range.
         """
-        settings: dict[str, Any] = {}
-        projections: dict[str, dict[str, Any]] = {}
-        for argument, value in arguments.items():
-            prefix, _, projection = argument.partition("_")
-            if argument in _PAPER_ARGUMENTS:
-                with _in_the_papers_words({argument: value}):
-                    cls(**{_PAPER_ARGUMENTS[argument]: value})
-                settings[_PAPER_ARGUMENTS[argument]] = value
-            elif argument == "t":
-                with _in_the_papers_words({argument: value}):
-                    _require(argument, value, _is_number(value) and 0 <= value < math.inf, "a number ≥ 0")
-                settings["thresholds"] = (-value, value)
-            elif prefix in _PAPER_PROJECTION_ARGUMENTS and projection in ("gate", "up", "down"):
-                projections.setdefault(projection, {})[argument] = value
-            else:
-                known = [*_PAPER_ARGUMENTS, "t", *(f"{p}_gate/up/down" for p in _PAPER_PROJECTION_ARGUMENTS)]
+        for argument in arguments:
+            if argument not in PAPER_ARGUMENTS:
                 raise NALoRAError(
                     f"NALoRAConfig.from_paper({argument}=…)",
                     found="an argument the paper's code does not have",
-                    expected="one of " + ", ".join(known),
+                    expected="one of " + ", ".join(PAPER_ARGUMENTS),
                     fix="use that name, or pass nalora's own settings to NALoRAConfig",
                 )
-        for projection, typed in projections.items():
-            default: ProjectionScale = getattr(cls, projection)
-            changes = {_PAPER_PROJECTION_ARGUMENTS[each.partition("_")[0]]: value for each, value in typed.items()}
-            with _in_the_papers_words(typed):
-                settings[projection] = dataclasses.replace(default, **changes)
-        return cls(**settings)
+        return cls().changed(arguments)
+
+    def changed(self, settings: Mapping[str, Any]) -> NALoRAConfig:
+        """This configuration with other settings, in the form of a run's file.
+
+        Args:
+            settings: fields and arguments of the paper's code by name; `gate`, `up` and `down` may be mappings of
+                what changes in them.
+
+        Raises:
+            NALoRAError: a value out of range, or a field together with the paper's argument for it.
+        """
+        names: dict[str, str] = {}
+        fields: dict[str, dict[str, Any]] = {}
+        for name, value in settings.items():
+            nested = isinstance(value, Mapping)
+            for typed, part in [(f"{name}.{key}", value[key]) for key in value] if nested else [(name, value)]:
+                setting = PAPER_ARGUMENTS.get(typed, typed)
+                if setting in names:
+                    raise NALoRAError(
+                        f"{names[setting]} and {typed}",
+                        found="two names of one setting, nalora's and the paper's",
+                        expected="one of them",
+                        fix=f"leave {typed} out",
+                    )
+                names[setting] = typed
+                fields.setdefault(setting.partition(".")[0], {})[typed] = part
+        config = self
+        for field, values in fields.items():
+            config = config._with(field, values)
+        return config
+
+    def _with(self, field: str, typed: Mapping[str, Any]) -> NALoRAConfig:
+        """With other values of one field, given under these names."""
+        value: Any = next(iter(typed.values()))
+        try:
+            if field in PROJECTIONS:
+                value = _changed_scale(getattr(self, field), typed)
+            elif "t" in typed:
+                _require("t", value, _is_number(value) and 0 <= value < math.inf, "a number ≥ 0")
+                value = (-value, value)
+            change: dict[str, Any] = {field: tuple(value) if isinstance(value, list) else value}
+            return dataclasses.replace(self, **change)
+        except NALoRAError as error:
+            arguments = ", ".join(f"{name}=…" for name in typed)
+            of_paper = not typed.keys().isdisjoint(PAPER_ARGUMENTS)
+            raise NALoRAError(
+                f"NALoRAConfig.from_paper({arguments})" if of_paper else f"NALoRAConfig.{', '.join(typed)}",
+                found=", ".join(map(repr, typed.values())),
+                expected=error.expected,
+                fix=f"set {' and '.join(typed)} to that",
+            ) from None
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain values that JSON keeps."""
         return dataclasses.asdict(self)
+
+
+def _changed_scale(scale: ProjectionScale, typed: Mapping[str, Any]) -> ProjectionScale:
+    """The step scale with other values, named like ``gate.low`` or ``smin_gate``."""
+    parts = {PAPER_ARGUMENTS.get(name, name).partition(".")[2]: value for name, value in typed.items()}
+    known = [field.name for field in dataclasses.fields(ProjectionScale)]
+    _require("parts", list(parts), parts.keys() <= set(known), f"values of {', '.join(known)}")
+    return dataclasses.replace(scale, **parts)

@@ -17,7 +17,6 @@ from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: 
 from nalora.kernels.statistics.triton_activations import number_and_limit  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = pytest.mark.parametrize("kernels", ["fused-activation", "fused"])
 
 
 def relative(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -121,12 +120,11 @@ def train(kernels, *, dtype=torch.float32, checkpointing=None, importance="deriv
     return tiny.adapter_state(model), losses, counted, metrics
 
 
-@KERNELS
 @pytest.mark.parametrize("importance", ["derivative", "utility"])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
-def test_training_is_that_of_pefts_layers(kernels, importance, checkpointing):
+def test_training_is_that_of_pefts_layers(importance, checkpointing):
     plain = train("off", importance=importance)
-    fused = train(kernels, importance=importance, checkpointing=checkpointing)
+    fused = train("fused", importance=importance, checkpointing=checkpointing)
     assert tiny.largest_difference(plain[0], fused[0]) < 2e-5
     assert plain[1] == pytest.approx(fused[1], rel=1e-5)
     assert plain[2] == fused[2] == [[86, 86]] * 4
@@ -134,28 +132,25 @@ def test_training_is_that_of_pefts_layers(kernels, importance, checkpointing):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter multiplies bf16 as integers")
-@KERNELS
 @pytest.mark.parametrize("setting", [{"dtype": torch.bfloat16}, {"autocast": True}], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("checkpointing", [None, False])
-def test_half_precision_stays_within_rounding(kernels, setting, checkpointing):
-    plain, fused = (train(each, steps=3, checkpointing=checkpointing, **setting) for each in ("off", kernels))
+def test_half_precision_stays_within_rounding(setting, checkpointing):
+    plain, fused = (train(each, steps=3, checkpointing=checkpointing, **setting) for each in ("off", "fused"))
     assert plain[1] == pytest.approx(fused[1], rel=2e-2)
     assert plain[2] == fused[2]
 
 
-@KERNELS
-def test_detach_gives_the_model_its_own_layers_back(kernels):
+def test_detach_gives_the_model_its_own_layers_back():
     model = tiny.llama(torch.float32).to(DEVICE)
     optimizer = AdamW(tiny.trainable(model))
-    controller = nalora.attach(model, optimizer, kernels=kernels)
+    controller = nalora.attach(model, optimizer, kernels="fused")
     fused = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    assert len(fused) == (2 if kernels == "fused-activation" else 2 + 8)
+    assert len(fused) == 2 + 8
     controller.detach()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@KERNELS
-def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way(kernels):
+def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way():
     """Evaluation, disabled and merged adapters, dropout and DoRA give exactly PEFT's numbers."""
     ids = tiny.tokens().to(DEVICE)
     for extra in ({}, {"use_dora": True}, {"lora_dropout": 0.5}):
@@ -171,18 +166,17 @@ def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way(kernels)
             return results
 
         before = outputs()
-        controller = nalora.attach(model.train(), AdamW(tiny.trainable(model)), kernels=kernels)
+        controller = nalora.attach(model.train(), AdamW(tiny.trainable(model)), kernels="fused")
         for ours, theirs in zip(outputs(), before, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         controller.detach()
 
 
-@KERNELS
-def test_a_model_that_is_not_on_a_gpu_is_refused(kernels, monkeypatch):
+def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     model = tiny.llama(torch.float32)
     with pytest.raises(nalora.NALoRAError, match="a CUDA device for Triton"):
-        nalora.attach(model, AdamW(tiny.trainable(model)), kernels=kernels)
+        nalora.attach(model, AdamW(tiny.trainable(model)), kernels="fused")
     assert not any(module._forward_hooks for module in model.modules())
 
 

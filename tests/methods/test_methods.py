@@ -10,6 +10,7 @@ import transformers
 
 import nalora
 from nalora import methods
+from nalora.config import PAPER_ARGUMENTS
 from nalora.methods.method import Adapter, Start
 
 
@@ -55,16 +56,6 @@ def test_an_unknown_method_names_the_nearest():
         methods.get("nalora")
 
 
-def test_na_lora_s_fields_are_the_controllers():
-    import dataclasses
-
-    ours = {
-        f.name: f.default for f in dataclasses.fields(methods.get("na-lora")) if f.name not in ("kernels", "on", "host")
-    }
-    theirs = {f.name: f.default for f in dataclasses.fields(nalora.NALoRAConfig)}
-    assert ours.items() <= theirs.items()
-
-
 CONTROLS = {"na-lora", "na-lora-frozen", "na-lora-mean", "na-lora-off", "na-lora-random", "na-lora-utility"}
 # As published where a paper says it, by the number that arXiv gave the paper.
 PUBLISHED = {
@@ -97,3 +88,11 @@ def test_methods_have_the_names_and_defaults_that_files_of_runs_rely_on():
         assert method.name == name
         assert method.reference.endswith(paper)
         assert {field.name: field.default for field in dataclasses.fields(method)} == defaults
+
+
+@pytest.mark.parametrize("name", ["na-lora", "na-lora-off", "na-lora-random"])
+def test_a_run_takes_every_setting_of_the_configuration_and_of_the_papers_code(name):
+    config = {field.name for field in dataclasses.fields(nalora.NALoRAConfig)}
+    options = methods.get(name).options({})
+    assert {"on", "kernels", *config, *PAPER_ARGUMENTS} == set(options)
+    assert {"on", "kernels", *config} == set(methods.get(name)().settings()) == set(methods.get(name)().defaults())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
+import yaml
 
 import nalora
+from nalora import NALoRAConfig, ProjectionScale
+from nalora.config import PAPER_ARGUMENTS
 from nalora.runs.settings import check, key_values, read
 from nalora.studies import study
+from nalora.studies.store import key
 
 GOOD = {"model": "smollm2-135m", "task": "gsm8k"}
 
@@ -27,7 +32,7 @@ def test_defaults_overrides_and_numbers_as_yaml_writes_them(tmp_path):
     assert (run.settings.rank, run.settings.steps, run.settings.dtype) == (16, 7, None)
     assert run.settings.target_modules == ["q_proj", "v_proj"]
     assert run.settings.output == "runs/my-run"
-    assert run.method.nalora_config() == nalora.NALoRAConfig(keep_ratio=0.5, apply_to="update")
+    assert run.method.config == nalora.NALoRAConfig(keep_ratio=0.5, apply_to="update")
     assert check(run.to_dict()) == run
 
 
@@ -186,3 +191,72 @@ def test_a_setting_that_takes_other_values_is_not_suggested():
     assert problems({**given, "setting": 3}) == "run: setting: no such setting"
     assert problems({**given, "seeting": {"max_terms": 3}}).endswith("(did you mean settings?)")
     assert problems({**given, "seeds": 3}).endswith("(did you mean seed?)")
+
+
+def na_lora(*overrides, text=""):
+    """The settings of an NA-LoRA run: lines of its file and command-line arguments."""
+    return yaml.safe_load(text) | key_values(overrides) | {**GOOD, "method": "na-lora"}
+
+
+FIELDS = """
+thresholds: [-1.2, 1e0]
+gate: {sensitivity: 0.5, low: 0.7, high: 1.6}
+down: {high: 1.2}
+"""
+
+
+def test_files_and_the_command_line_set_thresholds_and_step_scales():
+    run = check(na_lora("up={low: 0.75}", text=FIELDS))
+    scales = {"gate": ProjectionScale(0.5, 0.7, 1.6), "up": ProjectionScale(0.3, 0.75, 1.4)}
+    config = NALoRAConfig(thresholds=(-1.2, 1.0), **scales, down=ProjectionScale(0.2, 0.85, 1.2))
+    assert run.method.config == config
+    assert run.to_dict()["gate"] == {"sensitivity": 0.5, "low": 0.7, "high": 1.6}
+    assert check(yaml.safe_load(yaml.safe_dump(run.to_dict()))) == run
+    assert hash(run.method.config) == hash(config)
+
+
+def test_a_run_takes_the_names_of_the_papers_code():
+    given = {
+        "gate_keep_ratio": 0.2, "gate_beta": 10.0, "gate_ema": 0.8, "t": 1.2, "lambda_ov": 0.5, "beta_s": 0.9,
+        "alpha_gate": 0.3, "smin_gate": 0.7, "smax_gate": 1.2, "alpha_up": 0.1, "smin_up": 0.9, "smax_up": 1.1,
+        "alpha_down": 0.1, "smin_down": 0.9, "smax_down": 1.1,
+    }  # fmt: skip
+    assert set(given) == set(PAPER_ARGUMENTS)
+    run = check({**GOOD, "method": "na-lora-random", **given})
+    assert run.method.config == dataclasses.replace(NALoRAConfig.from_paper(**given), mask_channels="shuffled")
+    # What is written and what names a stored run does not depend on whose names the file used.
+    assert not given.keys() & run.to_dict().keys()
+    assert check(run.to_dict()) == run
+    assert key(run) == key(check(run.to_dict()))
+    # A part of a step scale may come by either name.
+    mixed = check(na_lora("smin_gate=0.7", text="gate: {high: 1.2}")).method.config
+    assert mixed.gate == ProjectionScale(0.4, 0.7, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["keep_ratio=0.2", "gate_keep_ratio=0.3"], "keep_ratio and gate_keep_ratio: two names of one setting"),
+        (["t=1.0", "thresholds=[-1, 1]"], "t and thresholds: two names of one setting"),
+        (["gate={low: 0.8}", "smin_gate=0.7"], "gate.low and smin_gate: two names of one setting"),
+        (["gate={lwo: 0.8}"], "NALoRAConfig.gate.lwo: 0.8, expected values of sensitivity, low, high"),
+        (["gate={low: much}"], "gate.low: 'much', expected a number"),
+        (["gate=0.8"], "gate: 0.8, expected `key: value` pairs"),
+        (["gate={low: 2}"], "NALoRAConfig.gate.low: 2.0, expected 0 < low ≤ high"),
+        (["smin_gate=2"], "NALoRAConfig.from_paper(smin_gate=…): 2.0, expected 0 < low ≤ high"),
+        (["thresholds=[1]"], "NALoRAConfig.thresholds: [1.0], expected (low, high)"),
+        (["gate_keep_rato=0.2"], "gate_keep_rato: no such setting (did you mean gate_keep_ratio?)"),
+    ],
+)
+def test_settings_of_the_control_that_no_run_can_have(arguments, said):
+    assert problems(na_lora(*arguments, text="seed: 0")).startswith(f"run: {said}")
+
+
+def test_a_key_leaves_out_step_scales_at_their_defaults():
+    plain = key(check({**GOOD, "method": "na-lora"}))
+    assert plain == key(check(na_lora("gate={low: 0.8}", "smax_up=1.4", text="thresholds: null")))
+    assert plain != key(check(na_lora("gate={low: 0.7}", text="thresholds: null")))
+
+
+def test_a_deleted_choice_of_kernels_is_read_as_the_one_that_replaced_it():
+    assert check(na_lora("kernels=fused-activation", text="seed: 0")).method.kernels == "fused"

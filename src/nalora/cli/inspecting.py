@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from nalora.cli.screen import console, hush_libraries, table
+from nalora.config import Importance, NALoRAConfig, Regimes, Space
 from nalora.errors import counted
 from nalora.models.peft_names import in_base
 
@@ -31,14 +32,12 @@ def inspect(
         typer.Option(help="Layers to adapt: repeat, or separate by commas.", show_default="every linear layer"),
     ] = None,
     regimes: Annotated[
-        Literal["paper", "derived"], typer.Option(help="Whose regimes: 'paper' leaves the GELU family unscaled.")
-    ] = "paper",
+        Regimes, typer.Option(help="Whose regimes: 'paper' leaves the GELU family unscaled.")
+    ] = NALoRAConfig.regimes,
     no_mask: Annotated[bool, typer.Option("--no-mask", help="Plan without the channel mask.")] = False,
     no_scaling: Annotated[bool, typer.Option("--no-scaling", help="Plan without the step scales.")] = False,
-    importance: Annotated[
-        Literal["derivative", "utility"], typer.Option(help="What gate channels are ranked by.")
-    ] = "derivative",
-    apply_to: Annotated[Literal["gradient", "update"], typer.Option(help="What the control multiplies.")] = "gradient",
+    importance: Annotated[Importance, typer.Option(help="What gate channels are ranked by.")] = NALoRAConfig.importance,
+    apply_to: Annotated[Space, typer.Option(help="What the control multiplies.")] = NALoRAConfig.apply_to,
     thresholds: Annotated[
         tuple[float, float] | None,
         typer.Option(metavar="LOW HIGH", help="Bounds of the responsive regime, in place of the activation's own."),
@@ -50,7 +49,6 @@ def inspect(
     """
     hush_libraries()
     with Console(stderr=True).status(f"reading {escape(model)}"):
-        from nalora.config import NALoRAConfig
         from nalora.control.inspection import inspect_model
 
         names = [name for each in target_modules or () for name in each.split(",") if name]

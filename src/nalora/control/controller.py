@@ -6,13 +6,13 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nalora.config import NALoRAConfig
+from nalora.config import Kernels, NALoRAConfig
 from nalora.control import checkpoint, deepspeed, refusals
 from nalora.control.apply import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.control.blocks import Discovery, find_blocks
@@ -25,8 +25,6 @@ from nalora.control.window import GateWindow, StepWindow
 from nalora.distributed.shards import clip_grad_norm_, sharing_processes
 from nalora.distributed.wrappers import ranks_of, unwrapped
 from nalora.errors import NALoRAError
-
-Kernels = Literal["auto", "off", "fused", "fused-activation"]
 
 _ADAM_NOTICE = (
     "nalora: Adam divides a steady factor out of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
@@ -48,8 +46,7 @@ def attach(
         optimizer: the torch optimizer that steps them, or DeepSpeed's; Accelerate's wrapper is looked through.
         config: the settings; the paper's by default.
         kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` takes the reference; both leave the model's
-            arithmetic alone. ``"fused"`` also computes FFNs and LoRA layers as single functions on a GPU,
-            ``"fused-activation"`` only the product φ(z) ⊙ u.
+            arithmetic alone. ``"fused"`` also computes FFNs and LoRA layers as single functions on a GPU.
 
     Raises:
         NALoRAError: nothing to control, or something that would make the control silently wrong.
@@ -77,7 +74,7 @@ class NALoRAController:
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
         refusals.if_watched(self.plan)
         refusals.if_tensor_parallel(self.model, self.plan)
-        if fused := kernels.startswith("fused"):
+        if kernels == "fused":
             refusals.if_kernels_cannot_run(self.plan)
 
         self._optimizer: Optimizer | None = None
@@ -95,10 +92,10 @@ class NALoRAController:
         ]
         self._watched_gradients: set[nn.Parameter] = set()
         self._look_at_parameters()
-        if fused:
+        if kernels == "fused":
             from nalora.control.fusing import fuse  # Triton is not everywhere
 
-            self._undo += fuse(self.model, self.plan, self._observers, adapters=kernels == "fused")
+            self._undo += fuse(self.model, self.plan, self._observers)
 
     # ---- observe -------------------------------------------------------------------------------------------------
 

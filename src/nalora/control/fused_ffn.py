@@ -15,7 +15,6 @@ from nalora.control.blocks import FFNBlock
 from nalora.control.observer import GateObserver
 from nalora.kernels.fused.factors import StepFactors, adapters_of
 from nalora.kernels.fused.gated import GateSpec
-from nalora.kernels.fused.gated_product import GatedProduct
 from nalora.kernels.fused.linears import is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
@@ -52,27 +51,6 @@ def fuse_ffn(
         made = factors.of(inner, inside, dtype), factors.of(outer, outside, dtype)
         weights = Weights(*frozen, *inside.scalings, *outside.scalings, *made)
         return LoRAFFN.apply(x, a_gate, b_gate, a_up, b_up, a_down, b_down, weights, spec, sums, mask)
-
-    return replace_forward(host, forward)
-
-
-def fuse_product(host: nn.Module, block: FFNBlock, observer: GateObserver) -> Callable[[], None] | None:
-    """Compute the FFN's product φ(z) ⊙ u as one function, between PEFT's own linear layers; else as `fuse_ffn`."""
-    spec = _gate_spec(block, observer)
-    if spec is None or block.up is None:
-        return None
-    gate, up, down = block.gate.module, block.up.module, block.down.module
-    original = host.forward
-
-    @functools.wraps(original)
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not is_plain_call(args, kwargs):
-            return original(x, *args, **kwargs)
-        with observer.blindfolded():
-            z, u = gate(x), up(x)
-        mask = as_bytes(observer.token_mask.of(z.shape[:-1]))
-        sums = observer.claim(z.device) if host.training and observer.window.is_adapted() else None
-        return down(GatedProduct.apply(z, u, spec, sums, mask))
 
     return replace_forward(host, forward)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,19 +47,9 @@ class GateObserver:
     ) -> None:
         self.block, self.thresholds, self.window, self.token_mask = block, thresholds, window, token_mask
         self.with_up, self.accumulate = with_up, accumulate
-        self.looking = True
         self._sizes = {role: sizes[1] for role, p in block.projections.items() if (sizes := feature_sizes(p.module))}
         self.key = next(_keys)
         _observers[self.key] = self
-
-    @contextlib.contextmanager
-    def blindfolded(self) -> Iterator[None]:
-        """Let the block's layers run unobserved, for a fused layer that observes them itself."""
-        self.looking = False
-        try:
-            yield
-        finally:
-            self.looking = True
 
     def register(self) -> list[RemovableHandle]:
         """Hook the block's layers; the handles remove it again."""
@@ -122,8 +110,7 @@ class _Hook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         # The loss learns from no pass without gradients; generation in training mode (GRPO) is one, and its mask
         # covers the cached tokens too.
-        learning = module.training and torch.is_grad_enabled() and self.observer.window.is_adapted()
-        if learning and self.observer.looking:
+        if module.training and torch.is_grad_enabled() and self.observer.window.is_adapted():
             self.observer.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:

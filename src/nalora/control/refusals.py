@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from nalora.config import NALoRAConfig
+from nalora.config import Kernels, NALoRAConfig
 from nalora.control import deepspeed
 from nalora.control.observer import is_observed
 from nalora.control.parameters import parts
@@ -43,14 +44,10 @@ def if_arguments_are_mixed_up(model: Any, config: Any) -> None:
 
 def if_kernels_are_unknown(kernels: str) -> None:
     """Refuse a misspelt choice, and fused layers where there is no Triton to write them in."""
-    if kernels not in ("auto", "off", "fused", "fused-activation"):
-        raise NALoRAError(
-            "kernels",
-            found=repr(kernels),
-            expected="'auto', 'off', 'fused' or 'fused-activation'",
-            fix="kernels='auto'",
-        )
-    if kernels.startswith("fused") and importlib.util.find_spec("triton") is None:
+    if kernels not in (known := typing.get_args(Kernels)):
+        expected = f"one of {', '.join(map(repr, known))}"
+        raise NALoRAError("kernels", found=repr(kernels), expected=expected, fix="kernels='auto'")
+    if kernels == "fused" and importlib.util.find_spec("triton") is None:
         raise NALoRAError(
             "kernels",
             found="no Triton",

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
 
-from nalora.config import NALoRAConfig
-from nalora.control.controller import Kernels, NALoRAController
+from nalora.config import Kernels, NALoRAConfig
+from nalora.control.controller import NALoRAController
 from nalora.control.hooks import follow
 from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError

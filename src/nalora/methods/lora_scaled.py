@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from nalora.config import PROJECTIONS
 from nalora.errors import NALoRAError
 from nalora.methods.applied_factors import mean_applied_factors
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Start
 from nalora.methods.optimizers import named_optimizer
 
-_PROJECTIONS = ("gate", "up", "down")
-_FACTORS = (*(f"{name}_scale" for name in _PROJECTIONS), "mask_mean")
+_FACTORS = (*(f"{name}_scale" for name in PROJECTIONS), "mask_mean")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LoRAScaled(LoRA):
         if self.like is None:
             return self
         means = mean_applied_factors(Path(self.like))
-        ours = {f"{name}_scale": means[f"scale_{name}"] for name in _PROJECTIONS} | {"mask_mean": means["mask_mean"]}
+        ours = {f"{name}_scale": means[f"scale_{name}"] for name in PROJECTIONS} | {"mask_mean": means["mask_mean"]}
         if all(value == 1.0 for value in ours.values()):
             raise NALoRAError(
                 f"like: {self.like}",

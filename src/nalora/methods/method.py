@@ -89,6 +89,10 @@ class Method:
         """All settings with their values, flat."""
         return dataclasses.asdict(self)
 
+    def defaults(self) -> dict[str, Any]:
+        """The values of the settings that a run does not give."""
+        return {field.name: field.default for field in dataclasses.fields(self)}
+
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
         """The model as it is trained: wrapped, initialised, the rest frozen.
 

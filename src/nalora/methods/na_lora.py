@@ -3,72 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.config import NALoRAConfig
+from nalora.config import PAPER_ARGUMENTS, PROJECTIONS, Kernels, NALoRAConfig
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Method, Start
-
-# What this method adds to the controller's own settings.
-_OWN = ("on", "kernels", "host")
 
 
 @dataclass(frozen=True)
 class NALoRA(Method):
     """Another method's adapter, start and optimizer, with `nalora.attach_trainer` around its training.
 
-    The fields are `NALoRAConfig`'s, and `on`: the method whose steps are controlled. That one's settings are given
-    beside these.
+    A run gives the fields of `config` as settings of their own, or by the names of the paper's code, together with the
+    settings of the method `on`.
+
+    Args:
+        on: the method whose steps are controlled.
+        kernels: how the control is computed, see `nalora.attach`.
+        config: the control.
+        host: the method `on`, with its settings.
     """
 
     name = "na-lora"
     title = "NA-LoRA"
     reference = "the paper, Nonlinearity-Aware LoRA"
     not_under_na_lora = "its steps are controlled already"
+    # Whether the run's seed draws the channels of a shuffled mask, where mask_seed does not.
+    shuffled_by_seed: ClassVar[bool] = False
 
     on: str = "lora"
-    keep_ratio: float = 0.30
-    sharpness: float = 20.0
-    mask_ema: float = 0.90
-    positive_penalty: float = 1.0
-    scale_ema: float = 0.95
-    mask: bool = True
-    scaling: bool = True
-    importance: Literal["derivative", "utility"] = "derivative"
-    mask_channels: Literal["learned", "shuffled", "frozen"] = "learned"
-    mask_seed: int = 0
-    preserve_mean: bool = False
-    regimes: Literal["paper", "derived"] = "paper"
-    apply_to: Literal["gradient", "update"] = "gradient"
-    start: Literal["ones", "first"] = "ones"
-    kernels: Literal["auto", "off", "fused", "fused-activation"] = "auto"
+    kernels: Kernels = "auto"
+    config: NALoRAConfig = field(default=NALoRAConfig())
     host: Method = field(default=LoRA())
 
     @classmethod
     def options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """NA-LoRA's own settings and those of the method below."""
-        own = {name: kind for name, kind in super().options(given).items() if name != "host"}
-        return own | _host_class(cls.name, str(given.get("on", "lora"))).options(given)
+        fields = typing.get_type_hints(NALoRAConfig)
+        in_files = dict.fromkeys(PROJECTIONS, dict[str, float]) | {"thresholds": list[float] | None}
+        own = {"on": str, "kernels": Kernels} | fields | in_files | dict.fromkeys(PAPER_ARGUMENTS, float)
+        return own | _host_class(cls.name, str(given.get("on", cls.on))).options(given)
 
     @classmethod
     def build(cls, **settings: Any) -> Method:
-        """With the method below built from its share of the settings."""
-        fields = {each.name for each in dataclasses.fields(cls)}
-        own = {name: value for name, value in settings.items() if name in fields}
-        rest = {name: value for name, value in settings.items() if name not in fields}
-        return cls(**own, host=_host_class(cls.name, own.get("on", "lora")).build(**rest))
+        """With the control and the method below, each built from its share of the settings."""
+        names = {*_flat(cls.config), *PAPER_ARGUMENTS}
+        config = cls.config.changed({name: value for name, value in settings.items() if name in names})
+        own = {name: settings[name] for name in ("on", "kernels") if name in settings}
+        others = {name: value for name, value in settings.items() if name not in names and name not in own}
+        return cls(**own, config=config, host=_host_class(cls.name, own.get("on", cls.on)).build(**others))
 
     def settings(self) -> dict[str, Any]:
-        """Both methods' settings."""
-        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "host"}
-        return own | self.host.settings()
+        """The settings of NA-LoRA and of the method below."""
+        return {"on": self.on, **_flat(self.config), "kernels": self.kernels} | self.host.settings()
+
+    def defaults(self) -> dict[str, Any]:
+        """Those of both."""
+        cls = type(self)
+        return {"on": cls.on, **_flat(cls.config), "kernels": cls.kernels} | self.host.defaults()
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
         """As the method below does."""
@@ -79,11 +79,14 @@ class NALoRA(Method):
         return self.host.optimizer(trainer)
 
     def attach(self, trainer: Any) -> None:
-        """Control the trainer's steps; gate metrics stand in its logs, the state in its checkpoints."""
+        """Control the trainer's steps; gate metrics are in its logs, the state in its checkpoints."""
         from nalora.integrations.trainer import attach_trainer
 
+        config = self.config
+        if self.shuffled_by_seed and not config.mask_seed:
+            config = dataclasses.replace(config, mask_seed=1 + int(trainer.args.seed))
         self.host.attach(trainer)
-        attach_trainer(trainer, self.nalora_config(), kernels=self.kernels)
+        attach_trainer(trainer, config, kernels=self.kernels)
 
     def trainable_parameters(self, model: nn.Module) -> int:
         """As the method below."""
@@ -93,13 +96,10 @@ class NALoRA(Method):
         """As the method below does."""
         self.host.save(model, folder)
 
-    def nalora_config(self) -> NALoRAConfig:
-        """The settings that are the controller's."""
-        fields = (each.name for each in dataclasses.fields(self) if each.name not in _OWN)
-        return NALoRAConfig(**{name: getattr(self, name) for name in fields})
 
-    def __post_init__(self) -> None:
-        self.nalora_config()
+def _flat(config: NALoRAConfig) -> dict[str, Any]:
+    """The fields of the control as a run's file has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.to_dict().items()}
 
 
 def _host_class(name: str, on: str) -> type[Method]:

@@ -45,7 +45,8 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             if not inside:
                 return items
         if _is_of_pairs(choice) and isinstance(value, dict):
-            return value
+            _, kind = typing.get_args(choice) or (Any, Any)
+            return {name: converted(f"{key}.{name}", item, kind, problems) for name, item in value.items()}
         if choice is Any:
             return value
     expected = " or ".join(_in_words(choice) for choice in choices)

@@ -7,14 +7,18 @@ from typing import Any
 
 # `nalora diagnose` compares snapshots after training, so nothing has to be compared during it.
 DELETED = frozenset({"diagnose_every", "probe_size"})
+# Measured, and slower than kernels="fused", which also fuses the adapters.
+_DELETED_VALUES = {("kernels", "fused-activation"): "fused"}
 
 
 def current(options: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The settings of a file without those that no longer exist."""
-    return {key: value for key, value in options.items() if key not in DELETED}
+    """The settings of a file without those that no longer exist, and with new values for those that no longer exist."""
+    kept = {key: value for key, value in options.items() if key not in DELETED}
+    return kept | {key: new for (key, old), new in _DELETED_VALUES.items() if kept.get(key) == old}
 
 
 def in_key(options: Mapping[Any, Any]) -> dict[str, Any]:
     """What deleted settings add to the key of a run, so that runs of an earlier version are found in their store."""
     size = options.get("probe_size", 64)
-    return {} if size == 64 else {"probe_size": size}
+    values = {key: old for key, old in _DELETED_VALUES if options.get(key) == old}
+    return values if size == 64 else {**values, "probe_size": size}

@@ -27,7 +27,7 @@ def key(run: Run) -> str:
     Settings at their defaults are left out, so that a setting that did not exist yet when a run was made does not
     make it another run.
     """
-    defaults = {**_defaults(run.settings), **_defaults(run.method)}
+    defaults = {field.name: field.default for field in dataclasses.fields(run.settings)} | run.method.defaults()
     content = {
         name: value
         for name, value in run.to_dict().items()
@@ -35,12 +35,6 @@ def key(run: Run) -> str:
     }
     content |= {"method": run.method.name, **run.deleted}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _defaults(settings: Any) -> dict[str, Any]:
-    """Of a run or a method; of a method on another one those of both."""
-    found = {each.name: each.default for each in dataclasses.fields(settings)}
-    return {**found, **(_defaults(settings.host) if "host" in found else {})}
 
 
 class Result(NamedTuple):
