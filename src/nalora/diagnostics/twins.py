@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nalora.errors import NALoRAError
+from nalora.models.peft_names import ADAPTER
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER = "default"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -43,7 +43,7 @@ def twin(model: nn.Module) -> nn.Module:
     shared = {
         id(parameter): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if _ADAPTER not in name.split(".") and not parameter.requires_grad
+        if ADAPTER not in name.split(".") and not parameter.requires_grad
     }
     copied = copy.deepcopy(model, shared)
     for module in copied.modules():
@@ -65,10 +65,10 @@ def take_adapter(model: nn.Module, folder: Path) -> None:
     try:
         _give_same_ranks(model, folder)
         tensors = load_file(folder / ADAPTER_WEIGHTS)
-        outcome = peft.set_peft_model_state_dict(model, tensors, _ADAPTER)
+        outcome = peft.set_peft_model_state_dict(model, tensors, ADAPTER)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise _unusable(folder, error) from error
-    missing = [name for name in outcome.missing_keys if _ADAPTER in name.split(".")]
+    missing = [name for name in outcome.missing_keys if ADAPTER in name.split(".")]
     if missing or outcome.unexpected_keys:
         raise _unusable(folder, ValueError(f"other layers: {(missing + list(outcome.unexpected_keys))[0]}"))
 
@@ -83,12 +83,12 @@ def _give_same_ranks(model: nn.Module, folder: Path) -> None:
         saved = peft.PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _unusable(folder, error) from error
-    present = wrapped.peft_config[_ADAPTER]
+    present = wrapped.peft_config[ADAPTER]
     names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
     if any(getattr(saved, name, None) != getattr(present, name, None) for name in names):
-        wrapped.delete_adapter(_ADAPTER)
-        wrapped.load_adapter(str(folder), _ADAPTER)
-        wrapped.set_adapter(_ADAPTER)
+        wrapped.delete_adapter(ADAPTER)
+        wrapped.load_adapter(str(folder), ADAPTER)
+        wrapped.set_adapter(ADAPTER)
         model.eval()
 
 

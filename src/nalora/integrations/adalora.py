@@ -18,10 +18,10 @@ from nalora.control.hooks import follow
 from nalora.distributed.gather import share, whole
 from nalora.distributed.shards import local
 from nalora.errors import NALoRAError
+from nalora.models.peft_names import ADAPTER
 
 # In a Trainer's checkpoint: what the next allocation goes by.
 STATE_FILE = "adalora_state.safetensors"
-_ADAPTER = "default"
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
@@ -78,7 +78,7 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any, schedule: Callable[[int], dict[str, int]], orthogonality: float) -> None:
         self.trainer, self.schedule, self.orthogonality = trainer, schedule, orthogonality
         self.model: Any = trainer.model.base_model
-        self.config: Any = trainer.model.peft_config[_ADAPTER]
+        self.config: Any = trainer.model.peft_config[ADAPTER]
         self.kept: dict[str, list[bool]] | None = None
         self.penalty = orthogonality
 

@@ -15,8 +15,7 @@ from nalora.errors import NALoRAError, counted
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.methods.saving import write_lora
-
-_ADAPTER = "default"
+from nalora.models.peft_names import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class AdaLoRA(LoRA):
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
         """Freeze the number that ΔW is divided by: PEFT lets it learn where it casts adapters of a 16-bit base."""
         for _, layer in lora_layers(model):
-            layer.ranknum[_ADAPTER].requires_grad_(False)
+            layer.ranknum[ADAPTER].requires_grad_(False)
 
     def attach(self, trainer: Any) -> None:
         """Allocate ranks after every optimizer step."""
@@ -128,12 +127,12 @@ class AdaLoRA(LoRA):
         """Plain LoRA with A′ = E ⊙ A, pruned directions as zeros: no orthogonality in its loss, loaded everywhere."""
         tensors: dict[str, Tensor] = {}
         for name, layer in lora_layers(model):
-            a, e, b = (whole(getattr(layer, factor)[_ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))
+            a, e, b = (whole(getattr(layer, factor)[ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))
             # PEFT divides by r + 1e-5.
-            tensors[f"{name}.lora_A.weight"] = e * a * (layer.r[_ADAPTER] / (layer.r[_ADAPTER] + 1e-5))
+            tensors[f"{name}.lora_A.weight"] = e * a * (layer.r[ADAPTER] / (layer.r[ADAPTER] + 1e-5))
             tensors[f"{name}.lora_B.weight"] = b
         wrapped: Any = model
-        config = wrapped.peft_config[_ADAPTER]
+        config = wrapped.peft_config[ADAPTER]
         write_lora(model, folder, tensors, r=config.init_r, lora_alpha=config.lora_alpha)
 
 

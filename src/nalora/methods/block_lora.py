@@ -17,8 +17,7 @@ from nalora.errors import NALoRAError
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.lora_plus import LoRAPlus
 from nalora.methods.method import Adapter, Start
-
-_ADAPTER = "default"
+from nalora.models.peft_names import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class BlockLoRA(LoRAPlus):
         """Draw A block by block as LoRA draws a layer of the block's size, and keep everything outside at zero."""
         self._refuse_layers_without_blocks(model)
         for _, layer in lora_layers(model):
-            A, B = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+            A, B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
             reads, writes = block_masks(layer.in_features, layer.out_features, adapter.rank, self.blocks)
             bound = (self.blocks / layer.in_features) ** 0.5  # Kaiming's with a = √5, for this many inputs
             A.uniform_(-bound, bound).mul_(reads.to(A.device))
@@ -94,7 +93,7 @@ class BlockLoRA(LoRAPlus):
         cannot = {
             name: layer
             for name, layer in lora_layers(model)
-            if _ADAPTER not in layer.lora_A or layer.in_features % self.blocks or layer.out_features % self.blocks
+            if ADAPTER not in layer.lora_A or layer.in_features % self.blocks or layer.out_features % self.blocks
         }
         for name, layer in cannot.items():
             raise NALoRAError(

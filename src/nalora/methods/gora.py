@@ -30,7 +30,7 @@ from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.models.moe_targets import name_exactly
-from nalora.models.peft_names import in_base
+from nalora.models.peft_names import ADAPTER, in_base
 
 # In the run's folder: a resumed run has these ranks and numbers, wherever the cache of gradients went.
 START_FILE = "gora.safetensors"
@@ -189,7 +189,7 @@ def _put(model: nn.Module, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None
 
 
 def _factor(layer: Any, factor: str) -> Tensor:
-    weight: Tensor = getattr(layer, factor)["default"].weight
+    weight: Tensor = getattr(layer, factor)[ADAPTER].weight
     return weight
 
 
@@ -209,7 +209,7 @@ def _keep(factors: Mapping[str, tuple[Tensor, Tensor]], folder: Path | None) -> 
 
 def _report(model: nn.Module, adapter: Adapter) -> None:
     layers = [layer for _, layer in lora_layers(model)]
-    ranks = [layer.r["default"] for layer in layers]
+    ranks = [layer.r[ADAPTER] for layer in layers]
     spent = sum(rank * (each.in_features + each.out_features) for rank, each in zip(ranks, layers, strict=True))
     budget = adapter.rank * sum(each.in_features + each.out_features for each in layers)
     _log.info(

@@ -21,6 +21,7 @@ from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.method import Batch, Start
+from nalora.models.key_value_cache import without_cache
 
 # (a layer's name, the PEFT layer, its mean gradient in float32: outputs × inputs) to the tensors worth keeping.
 Reduce = Callable[[str, Any, Tensor], dict[str, Tensor]]
@@ -192,10 +193,8 @@ def _untouched(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     acting = [layer for layer in layers.values() if not layer.disable_adapters]
-    config: Any = getattr(model, "config", None)
-    caching = getattr(config, "use_cache", None)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.enable_grad(), without_cache(model):
         try:
             for module, _ in modes:
                 # A linear layer does the same in both modes; but bitsandbytes' repacks its weights for good on a CPU
@@ -205,12 +204,8 @@ def _untouched(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
                 layer.enable_adapters(False)
             for parameter, _ in learning:
                 parameter.requires_grad_(False)
-            if caching is not None:
-                config.use_cache = False
             yield
         finally:
-            if caching is not None:
-                config.use_cache = caching
             for layer in acting:
                 layer.enable_adapters(True)
             for parameter, learns in learning:

@@ -18,6 +18,7 @@ from nalora.methods import moved_base
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, leave_out, lora_layers
 from nalora.methods.method import Adapter, Start
+from nalora.models.peft_names import ADAPTER
 
 # Up to this many rows or columns the decomposition is exact.
 EXACT = 1024
@@ -73,8 +74,8 @@ class LoRAGA(LoRA):
         found = reduce_mean_gradients(model, start, self.gradient_batches, vectors, key, self.gradient_memory)
         for name, layer in lora_layers(model):
             a, b = stable_factors(found[name]["left"], found[name]["right"], self.gamma)
-            layer.lora_A["default"].weight.copy_(a)
-            layer.lora_B["default"].weight.copy_(b)
+            layer.lora_A[ADAPTER].weight.copy_(a)
+            layer.lora_B[ADAPTER].weight.copy_(b)
         moved_base.take_off_base(model)
         moved_base.keep(model, start.folder)
 

@@ -19,8 +19,7 @@ from nalora.methods.lora import LoRA, leave_out, lora_layers
 from nalora.methods.lora_pro_optimizer import LoRAProAdamW
 from nalora.methods.lora_pro_stacks import Pair, stacks
 from nalora.methods.method import Adapter, Start
-
-_ADAPTER = "default"
+from nalora.models.peft_names import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -103,22 +102,22 @@ def _has_two_matrices(layer: Any) -> bool:
     """Not so for embeddings, convolutions and experts."""
     from nalora.control.replica import feature_sizes
 
-    return _ADAPTER in layer.lora_A and layer.lora_A[_ADAPTER].weight.dim() == 2 and feature_sizes(layer) is not None
+    return ADAPTER in layer.lora_A and layer.lora_A[ADAPTER].weight.dim() == 2 and feature_sizes(layer) is not None
 
 
 def _pair(name: str, layer: Any) -> Pair:
-    A, B = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-    variant = layer.lora_variant.get(_ADAPTER)
+    A, B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    variant = layer.lora_variant.get(ADAPTER)
     if variant is not None:
         _refuse(name, f"a LoRA variant, {type(variant).__name__}", "leave use_dora and other variants out")
-    if layer.lora_bias.get(_ADAPTER):
+    if layer.lora_bias.get(ADAPTER):
         _refuse(name, "a bias that learns beside B", "leave lora_bias out")
     for letter, factor in (("A", A), ("B", B)):
         if not factor.requires_grad:
             _refuse(name, f"a lora_{letter} that does not learn", f"let lora_{letter} learn, or use method 'lora'")
         if factor.dtype not in (torch.float32, torch.float64):
             _refuse(name, f"a lora_{letter} in {factor.dtype}", "keep adapters in float32 (autocast_adapter_dtype)")
-    return Pair(A, B, float(layer.scaling[_ADAPTER]))
+    return Pair(A, B, float(layer.scaling[ADAPTER]))
 
 
 def _refuse(name: str, found: str, fix: str) -> None:

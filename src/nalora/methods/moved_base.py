@@ -19,11 +19,11 @@ from nalora.errors import NALoRAError
 from nalora.files import atomic
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.saving import write_lora
+from nalora.models.peft_names import ADAPTER
 
 # In the run's folder: a resumed run starts from these very numbers, not from another decomposition.
 START_FILE = "start.safetensors"
 _KEPT = "_nalora_start"
-_ADAPTER = "default"
 _MOVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Factors = dict[str, Tensor]
@@ -63,7 +63,7 @@ def refuse_immovable_base(model: nn.Module, method: str) -> None:
 def factors(model: nn.Module) -> Factors:
     """A and B of every layer as they are now, whole on the CPU."""
     return {
-        f"{name}.{factor}": whole(getattr(layer, factor)[_ADAPTER].weight.detach()).to("cpu", copy=True)
+        f"{name}.{factor}": whole(getattr(layer, factor)[ADAPTER].weight.detach()).to("cpu", copy=True)
         for name, layer in lora_layers(model)
         for factor in ("lora_A", "lora_B")
     }
@@ -74,8 +74,8 @@ def take_off_base(model: nn.Module) -> None:
     """W₀ ← W₀ − s·B·A for the adapters as they are now, in their float32."""
     for _, layer in lora_layers(model):
         weight = layer.get_base_layer().weight
-        a, b = (getattr(layer, factor)[_ADAPTER].weight for factor in ("lora_A", "lora_B"))
-        product = (layer.scaling[_ADAPTER] * b) @ a
+        a, b = (getattr(layer, factor)[ADAPTER].weight for factor in ("lora_A", "lora_B"))
+        product = (layer.scaling[ADAPTER] * b) @ a
         weight.copy_(weight.to(product.dtype) - (product.T if layer.fan_in_fan_out else product))
 
 
@@ -107,7 +107,7 @@ def restore(model: nn.Module, folder: Path | None) -> bool:
         )
     for name, layer in lora_layers(model):
         for factor in ("lora_A", "lora_B"):
-            getattr(layer, factor)[_ADAPTER].weight.copy_(started[f"{name}.{factor}"])
+            getattr(layer, factor)[ADAPTER].weight.copy_(started[f"{name}.{factor}"])
     take_off_base(model)
     setattr(model, _KEPT, started)
     return True
@@ -122,5 +122,5 @@ def save_relative_to_stock(model: nn.Module, folder: Path) -> None:
         a, b = f"{name}.lora_A", f"{name}.lora_B"
         tensors[f"{a}.weight"] = torch.cat([now[a], started[a]], 0)
         tensors[f"{b}.weight"] = torch.cat([now[b], -started[b]], 1)
-    ((rank, scaling),) = {(layer.r[_ADAPTER], layer.scaling[_ADAPTER]) for _, layer in lora_layers(model)}
+    ((rank, scaling),) = {(layer.r[ADAPTER], layer.scaling[ADAPTER]) for _, layer in lora_layers(model)}
     write_lora(model, folder, tensors, r=2 * rank, lora_alpha=2 * rank * scaling)

@@ -14,6 +14,7 @@ from torch import nn
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
 from nalora.models.moe_targets import name_exactly
+from nalora.models.peft_names import ADAPTER
 from nalora.models.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
 
 PREFIX = "peft/"
@@ -65,7 +66,7 @@ class PeftTuner(Method):
 
     def _load_again(self, wrapped: Any) -> None:
         """Build the configuration from what will be saved of it: PEFT writes some that it does not read again."""
-        saved = wrapped.peft_config["default"].to_dict()
+        saved = wrapped.peft_config[ADAPTER].to_dict()
         fields = {field.name for field in dataclasses.fields(self.config_class) if field.init}
         self.config_class(**{name: value for name, value in saved.items() if name in fields})
 

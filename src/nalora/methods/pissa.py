@@ -11,6 +11,7 @@ from nalora.errors import NALoRAError
 from nalora.methods import moved_base
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
+from nalora.models.peft_names import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PiSSA(LoRA):
         layers = list(lora_layers(model))
         how = f"pissa_niter_{self.iterations}" if self.iterations else "pissa"
         for done, (_, layer) in enumerate(layers, 1):
-            layer.pissa_init("default", how)
+            layer.pissa_init(ADAPTER, how)
             start.report("decomposing weights", done, len(layers))
         moved_base.keep(model, start.folder)
 

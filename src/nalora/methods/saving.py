@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from nalora.distributed.gather import gathered
 from nalora.distributed.processes import is_first_process
-
-_ADAPTER = "default"
+from nalora.models.peft_names import ADAPTER
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
@@ -39,14 +38,14 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     # PEFT picks what belongs to the adapter: a DoRA magnitude or a trained module is saved with the factors.
     tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(model, state_dict=state)
     layers = dict(_layers(model))
-    rank = max(layer.r[_ADAPTER] for layer in layers.values())
+    rank = max(layer.r[ADAPTER] for layer in layers.values())
     for name, layer in layers.items():
         for factor, pad in (("A", _with_rows), ("B", _with_columns)):
             for key in (f"{name}.lora_{factor}.weight", f"{name}.lora_embedding_{factor}"):
                 if key in tensors:
                     tensors[key] = pad(tensors[key], layer, rank)
         if (bias := f"{name}.lora_B.bias") in tensors:
-            tensors[bias] = layer.scaling[_ADAPTER] * tensors[bias]
+            tensors[bias] = layer.scaling[ADAPTER] * tensors[bias]
     config = copy.deepcopy(trained.active_peft_config)
     config.r = config.lora_alpha = rank
     config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
@@ -88,7 +87,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora.layer import LoraLayer
 
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and _ADAPTER in module.r:
+        if isinstance(module, LoraLayer) and ADAPTER in module.r:
             yield name, module
 
 
@@ -99,7 +98,7 @@ def _is_uniform(model: nn.Module) -> bool:
         return True
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     return all(
-        layer.r[_ADAPTER] == config.r and math.isclose(layer.scaling[_ADAPTER], scaling, rel_tol=1e-9)
+        layer.r[ADAPTER] == config.r and math.isclose(layer.scaling[ADAPTER], scaling, rel_tol=1e-9)
         for _, layer in _layers(model)
     )
 
@@ -118,5 +117,5 @@ def _with_columns(b: Tensor, layer: Any, rank: int) -> Tensor:
     experts = getattr(layer, "num_experts", 1)
     by_expert = b.reshape(b.shape[0], -1, experts, *b.shape[2:])
     padded = by_expert.new_zeros(b.shape[0], rank, experts, *b.shape[2:])
-    padded[:, : by_expert.shape[1]] = layer.scaling[_ADAPTER] * by_expert
+    padded[:, : by_expert.shape[1]] = layer.scaling[ADAPTER] * by_expert
     return padded.flatten(1, 2)

@@ -1,7 +1,9 @@
-"""A module's name with PEFT around its model, and in the model itself: PEFT wraps twice, and names both."""
+"""Names that PEFT gives: to its adapter, and to a module of the model that it wraps twice."""
 
 from __future__ import annotations
 
+# PEFT's own name for a first adapter, which every method here trains.
+ADAPTER = "default"
 _WRAPPERS = "base_model.model."
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
+from nalora.models.key_value_cache import without_cache
 from nalora.runs.encoding import Collator, pack
 
 # Long enough for a convolution over four tokens to see past a boundary and for a state to carry on.
@@ -65,21 +65,14 @@ def _logits(model: nn.Module, examples: list[list[int]], device: torch.device) -
 def _asked_only(model: nn.Module) -> Iterator[torch.device]:
     """A model that learns nothing from what it is asked inside."""
     device = next(model.parameters()).device
-    config: Any = getattr(model, "config", None)
-    caching = getattr(config, "use_cache", None)
     modes = {name: each.training for name, each in model.named_modules()}
     model.eval()
-    if caching:
-        # As in training: with a cache, transformers does not keep packed examples apart.
-        config.use_cache = False
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), without_cache(model):
             yield device
     finally:
         for name, each in model.named_modules():
             each.training = modes[name]
-        if caching:
-            config.use_cache = caching
 
 
 def _refusal(found: str) -> NALoRAError:

@@ -16,6 +16,7 @@ from nalora.distributed import processes
 from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
 from nalora.models import loading
+from nalora.models.key_value_cache import without_cache
 from nalora.models.loading import Loaded
 from nalora.runs import loggers
 from nalora.runs.diverged import Diverged, advice
@@ -82,12 +83,26 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
 def _train(
     run: Run, loaded: Loaded, material: Material, folder: RunFolder, claim: Claim, console: Console
 ) -> dict[str, Any]:
+    with without_cache(material.model):
+        model, result, diverged_step = _do_steps(run, loaded, material, folder, claim, console)
+    if diverged_step is not None:
+        raise _diverged(run.settings, folder, result, diverged_step)
+    if run.method.trains_the_model:
+        run.method.save(loaded.model, folder.model)
+    else:
+        run.method.save(model, folder.adapter)
+    if is_first_process():
+        if run.method.trains_the_model:
+            loaded.processor.save_pretrained(folder.model)
+        folder.finish(result)
+    return result
+
+
+def _do_steps(
+    run: Run, loaded: Loaded, material: Material, folder: RunFolder, claim: Claim, console: Console
+) -> tuple[nn.Module, dict[str, Any], int | None]:
+    """The trained model, its result, and the step from which it diverged, if it did."""
     settings, checkpoint = run.settings, claim.checkpoint
-    config: Any = getattr(material.model, "config", None)
-    caching = getattr(config, "use_cache", None)
-    if caching:
-        # A cache of keys and values is for writing; with one, transformers does not keep packed examples apart.
-        config.use_cache = False
     with bars(console, transient=True) as report:
         start = make_start(settings, material.dataset, material.collator, loaded.device, folder.start, report)
         with start_folder(folder):
@@ -133,19 +148,7 @@ def _train(
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
         **rows_summary(material),
     }
-    if caching:
-        config.use_cache = caching
-    if diverged_step is not None:
-        raise _diverged(settings, folder, result, diverged_step)
-    if run.method.trains_the_model:
-        run.method.save(loaded.model, folder.model)
-    else:
-        run.method.save(model, folder.adapter)
-    if is_first_process():
-        if run.method.trains_the_model:
-            loaded.processor.save_pretrained(folder.model)
-        folder.finish(result)
-    return result
+    return model, result, diverged_step
 
 
 @contextlib.contextmanager
