@@ -51,6 +51,7 @@ NOTES = """
   with LoRA+. The start has the minus sign that a public version lost. It says how much of the budget it used.
 - **NA-LoRA** controls the steps of any of them but full, AdaLoRA and LoRA-Pro: `method: na-lora, on: pissa`. By default
   in gradient space, as the paper writes it; `apply_to: update` is what its analysis is about.
+  Its settings are the fields of `NALoRAConfig`, or the argument names of the paper's code; see [runs](runs.md).
 - **Block LoRA** (`block-lora`): GraLoRA's function as one ordinary adapter of rank k·r with zeros. `blocks: 2` is k,
   which must divide the rank and the sizes of the layers; `ratio: 4` trains B at four times A's rate (default 1).
 - **PEFT's tuners** (`peft/gralora`, `peft/loha`, …): PEFT's configuration fields are the settings; see

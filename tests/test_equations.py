@@ -192,6 +192,8 @@ def test_homogeneity_movement_is_a_mean_over_tokens_of_a_weighted_sum_over_chann
     per_token = weight.expand(2, 3, 5)
     torch.testing.assert_close(eq.homogeneity_movement(before, after, per_token), by_hand)
     assert eq.homogeneity_movement(before, before, weight) == 0
+    terms = eq.homogeneity_movement(before, after, weight, reduction="none")
+    torch.testing.assert_close(terms.sum() / 6, by_hand)
 
 
 # Section 4.1: the mask
@@ -294,6 +296,11 @@ def test_the_thresholds_themselves_are_responsive(dtype):
     assert eq.regime_counts(edge, lower, upper).tolist() == [0, 2, 0]
     out = torch.stack((edge.nextafter(edge - 1), edge.nextafter(edge + 1)))
     assert eq.regime_counts(out, lower, upper).tolist() == [1, 2, 1]
+
+
+def test_regimes_are_counted_along_a_dimension():
+    z = torch.tensor([[-2.0, 0.0], [-2.0, 2.0], [0.0, 2.0]])
+    assert eq.regime_counts(z, -1, 1, dim=0).tolist() == [[2, 0], [1, 1], [0, 2]]
 
 
 def test_nan_is_in_no_regime():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,12 +116,16 @@ def chi(kappa: Tensor) -> Tensor:
     return 1 + kappa
 
 
-def homogeneity_movement(chi_before: Tensor, chi_after: Tensor, weight: Tensor) -> Tensor:
+def homogeneity_movement(
+    chi_before: Tensor, chi_after: Tensor, weight: Tensor | float, *, reduction: Literal["mean", "none"] = "mean"
+) -> Tensor:
     """D_EH = E_x Σ_c ω_c (χ′_c − χ_c)² between two states, a scalar (eq:eh_consistency).
 
-    All dimensions before the channels are tokens; `weight` is [channels], or also differs by token.
+    All dimensions before the channels are tokens; `weight` is [channels], or also differs by token. With the reduction
+    ``"none"`` the term of every token and channel.
     """
-    return (weight * (chi_after - chi_before).square()).sum(-1).mean()
+    terms = weight * (chi_after - chi_before).square()
+    return terms.sum(-1).mean() if reduction == "mean" else terms
 
 
 # Section 4.1: the temporal-importance channel mask
@@ -165,13 +169,14 @@ def ema(previous: Tensor, new: Tensor, decay: float) -> Tensor:
 # Section 4.2: homogeneity-dynamics step scaling
 
 
-def regime_counts(z: Tensor, lower: float, upper: float) -> Tensor:
-    """How many z are suppressive, responsive and positive: the counts behind eq:regime_probs, int64 [3].
+def regime_counts(z: Tensor, lower: float, upper: float, dim: int | None = None) -> Tensor:
+    """How many z are suppressive, responsive and positive: the counts behind eq:regime_probs, int64 [3, ...].
 
-    Both thresholds belong to the responsive regime and are rounded to z's dtype; a NaN is in none.
+    Of all z, or along one dimension. Both thresholds belong to the responsive regime and are rounded to z's dtype; a
+    NaN is in none.
     """
     regimes = (z < lower, (z >= lower) & (z <= upper), z > upper)
-    return torch.stack([regime.sum() for regime in regimes])
+    return torch.stack([regime.sum(dim) for regime in regimes])
 
 
 def regime_shares(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

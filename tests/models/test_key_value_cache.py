@@ -13,9 +13,10 @@ from nalora.models.key_value_cache import without_cache
 def test_the_cache_is_put_back_after_an_error(caching):
     model = tiny.llama(torch.float32)
     model.config.use_cache = caching
-    with pytest.raises(ValueError, match="inside"), without_cache(model):
-        assert model.config.use_cache is False
-        raise ValueError("inside")
+    switch = without_cache(model)
+    switch.__enter__()
+    assert model.config.use_cache is False
+    assert not switch.__exit__(ValueError, ValueError("inside"), None)
     assert model.config.use_cache is caching
 
 

@@ -48,11 +48,9 @@ def test_norms_are_those_of_what_peft_adds(tmp_path, lora):
 
 
 def test_a_block_holds_its_projections(tmp_path):
-    run, deltas = saved(tmp_path)
+    run, _ = saved(tmp_path)
     capacity, _ = read_capacity(read_run(run))
     assert set(capacity.of_block("base_model.model.model.layers.1.mlp")) == {"gate_proj", "up_proj", "down_proj"}
-    whole = torch.cat([delta.flatten() for name, delta in deltas.items() if "layers.1.mlp" in name]).norm()
-    assert capacity.block_norm("base_model.model.model.layers.1.mlp") == pytest.approx(whole.item(), rel=1e-5)
 
 
 def test_row_norms_hold_in_half_precision_and_for_zero():

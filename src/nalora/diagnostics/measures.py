@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nalora.activations import Activation
-from nalora.equations import chi
+from nalora.equations import chi, homogeneity_movement, regime_counts
 
 Thresholds = tuple[float, float] | None
 
@@ -91,7 +91,7 @@ def movement(before: Tensor, after: Tensor, activation: Activation, thresholds: 
     """How the gates moved from z = `before` to z′ = `after`, both [tokens, channels]."""
     z, moved = _wide(before), _wide(after)
     kappa, kappa_moved = activation.kappa(z), activation.kappa(moved)
-    change = (chi(kappa_moved) - chi(kappa)).square()
+    change = homogeneity_movement(chi(kappa), chi(kappa_moved), 1.0, reduction="none")
     open_by = torch.minimum(activation.phi(z).abs(), activation.phi(moved).abs()).clamp(max=1)
     counts: dict[str, Tensor | None] = dict.fromkeys(NEED_REGIMES)
     if thresholds is not None:
@@ -135,10 +135,7 @@ class Standing:
 def standing(z: Tensor, thresholds: Thresholds, *, histogram: bool = False) -> Standing:
     """Where the gates z, [tokens, channels], stand."""
     z = _wide(z)
-    regimes = None
-    if thresholds is not None:
-        lower, upper = thresholds
-        regimes = torch.stack([(z < lower).sum(0), ((z >= lower) & (z <= upper)).sum(0), (z > upper).sum(0)])
+    regimes = None if thresholds is None else regime_counts(z, *thresholds, dim=0)
     return Standing(z.shape[0], regimes, _histogram(z) if histogram else None)
 
 

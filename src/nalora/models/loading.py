@@ -16,8 +16,6 @@ from nalora.models.attention_names import refuse_unusable_attention
 from nalora.models.kinds import refuse_unless_it_writes
 
 Kind = Literal["causal", "seq2seq", "clip"]
-DTYPES = ("float32", "bfloat16", "float16")
-QUANTISATIONS = ("4bit", "8bit")
 
 
 @dataclass(frozen=True)

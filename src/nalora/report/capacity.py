@@ -36,10 +36,6 @@ class Capacity:
         place = in_base(block)
         return {name.rpartition(".")[2]: name for name in self.modules if name.startswith(f"{place}.")}
 
-    def block_norm(self, block: str) -> float:
-        """‖s·B·A‖ over the modules of a block together."""
-        return math.sqrt(sum(self.modules[name] ** 2 for name in self.of_block(block).values()))
-
 
 def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
     """The norms of a run's adapter and what a reader must know of them; None with the reason where there are none."""

@@ -20,8 +20,6 @@ from nalora.report.gates import Gates, read_gates
 from nalora.runs.folder import RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
-# In the order in which the sections of a report ask for them; mask and scaling are NA-LoRA's controls.
-TOPICS = ("result", "metrics", "evaluations", "gates", "mask", "scaling", "diagnosis", "mismatch")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class RunData:
         diagnosis: diagnosis.json, written by `nalora diagnose`.
         mismatch: mismatch.json, written by `nalora diagnose --against`.
         notices: what a reader must know: what is damaged, unfinished or left out.
-        missing: why a topic of TOPICS has nothing to show; a hint where that is no fault.
+        missing: why a topic (result, metrics, evaluations, gates, mask, scaling, diagnosis, mismatch) has nothing to
+            show; a hint where that is no fault.
         summaries: all evaluations, of which `evaluations` is made.
     """
 
