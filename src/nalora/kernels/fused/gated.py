@@ -25,8 +25,7 @@ class Tile(NamedTuple):
 
 
 _FORWARD = Tile(16, 64, 2, 3)
-_BACKWARD = Tile(32, 128, 8, 2)
-_BACKWARD_LOW_RANK = Tile(64, 64, 4, 3)
+_BACKWARD = Tile(64, 64, 4, 3)
 
 
 class GateSpec(NamedTuple):
@@ -50,24 +49,19 @@ class LowRank(NamedTuple):
 
 
 def forward(
-    z: Tensor,
-    u: Tensor,
-    spec: GateSpec,
-    low_rank: LowRank | None = None,
-    sums: Sums | None = None,
-    mask: Tensor | None = None,
+    z: Tensor, u: Tensor, spec: GateSpec, low_rank: LowRank, sums: Sums | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """h for z and u of shape [tokens, width]; the tokens that `mask` leaves are added to `sums`, where given."""
+    """h for z₀ and u₀ of shape [tokens, width]; the tokens that `mask` leaves are added to `sums`, where given."""
     tokens, width = z.shape
     tile = _FORWARD
     parts = sums.tokens.shape[0] if sums else _parts(tokens, width, tile)
     h = torch.empty(tokens, width, dtype=z.dtype, device=z.device)
-    rank = low_rank.b_gate.shape[1] if low_rank else 0
+    rank = low_rank.b_gate.shape[1]
     forward_kernel[triton.cdiv(width, tile.channels), parts](
-        z, u, h, mask, *(low_rank or (None,) * 4), *(sums or (None,) * 3),
+        z, u, h, mask, *low_rank, *(sums or (None,) * 3),
         tokens, width, sums.outside.shape[1] if sums else 0, tokens_per_part(tokens, parts, tile.tokens),
         spec.lower, spec.upper, spec.limit, spec.up_offset,
-        z.stride(0), u.stride(0), low_rank.x_gate.stride(0) if low_rank else 0,
+        z.stride(0), u.stride(0), low_rank.x_gate.stride(0),
         NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         COUNT=sums is not None, UTILITY=spec.utility, WITH_MASK=mask is not None, RANK=rank, R=_padded(rank),
@@ -77,56 +71,47 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Gradients of z and u, and of the low-rank factors as far as they need z, u or h; None without adapters."""
+    """Gradients of z and u, and of the low-rank factors as far as they need z, u or h."""
 
     z: Tensor
     u: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    a_down: Tensor | None
+    b_gate: Tensor
+    b_up: Tensor
+    a_down: Tensor
 
 
 def backward(
-    dh: Tensor,
-    z: Tensor,
-    u: Tensor,
-    spec: GateSpec,
-    low_rank: LowRank | None = None,
-    down: tuple[Tensor, Tensor] | None = None,
-    overwrite: bool = False,
+    dh: Tensor, z: Tensor, u: Tensor, spec: GateSpec, low_rank: LowRank, down: tuple[Tensor, Tensor]
 ) -> Gradients:
     """The gradients for dh of shape [tokens, width].
 
     Args:
-        dh: gradient of h without the down adapter's share.
+        dh: gradient of h without the down adapter's share; the gradient of z is written in its place.
         z: z₀ as given to `forward`.
         u: u₀ as given to `forward`.
         spec: the block.
         low_rank: as given to `forward`.
         down: (e, A_d): the output's gradient through the scaled B_d, [tokens, rank], and A_d, [rank, width].
-        overwrite: put the gradient of z where dh was.
     """
     tokens, width = z.shape
-    tile = _BACKWARD_LOW_RANK if low_rank else _BACKWARD
+    tile = _BACKWARD
     parts = _parts(tokens, width, tile)
-    dz, du = dh if overwrite else torch.empty_like(z), torch.empty_like(u)
-    e, a_down = down or (None, None)
-    rank = low_rank.b_gate.shape[1] if low_rank else 0
-    factors = [
-        torch.empty(parts, rank, width, dtype=torch.float32, device=z.device) if low_rank else None for _ in range(3)
-    ]
-    x_gate, x_up, b_gate, b_up = low_rank or (None,) * 4
+    dz, du = dh, torch.empty_like(u)
+    e, a_down = down
+    rank = low_rank.b_gate.shape[1]
+    factors = [torch.empty(parts, rank, width, dtype=torch.float32, device=z.device) for _ in range(3)]
+    x_gate, x_up, b_gate, b_up = low_rank
     backward_kernel[triton.cdiv(width, tile.channels), parts](
         dh, z, u, dz, du, x_gate, x_up, e, b_gate, b_up, a_down, *factors,
         tokens, width, tokens_per_part(tokens, parts, tile.tokens), spec.limit, spec.up_offset,
-        z.stride(0), u.stride(0), x_gate.stride(0) if x_gate is not None else 0, dh.stride(0),
+        z.stride(0), u.stride(0), x_gate.stride(0), dh.stride(0),
         NUMBER=spec.number, LIMITED=spec.limit != float("inf"), FAST=may_approximate(z),
         EVEN=is_even(tokens, width, tile.tokens, tile.channels),
         RANK=rank, R=_padded(rank),
         BLOCK_TOKENS=tile.tokens, BLOCK_CHANNELS=tile.channels, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    d_gate, d_up, d_down = (None if each is None else each.sum(0) for each in factors)
-    return Gradients(dz, du, None if d_gate is None else d_gate.T, None if d_up is None else d_up.T, d_down)
+    d_gate, d_up, d_down = (parts_of_factor.sum(0) for parts_of_factor in factors)
+    return Gradients(dz, du, d_gate.T, d_up.T, d_down)
 
 
 def _parts(tokens: int, width: int, tile: Tile) -> int:
@@ -136,4 +121,4 @@ def _parts(tokens: int, width: int, tile: Tile) -> int:
 
 def _padded(rank: int) -> int:
     """Tensor cores take no fewer than 16 columns."""
-    return max(16, triton.next_power_of_2(rank)) if rank else 16
+    return max(16, triton.next_power_of_2(rank))

@@ -2,7 +2,6 @@
 
 Forward reads z₀ and u₀ once and writes h; the statistics come along. Backward reads z₀, u₀ and the gradient of h
 once and writes those of z and u; the three low-rank weight gradients that need z, u or h are accumulated on the way.
-A rank of 0 leaves the low-rank terms out.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def forward_kernel(
 ):  # fmt: skip
     """h of a part of the tokens and a block of channels, its Σ|φ′| per channel, and how many z lie below and above."""
     channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
-    if RANK > 0:
-        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
-        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+    b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+    b_up = _factor(bu_ptr, channels, in_width, RANK, R)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     lost = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
@@ -55,9 +53,8 @@ def forward_kernel(
         here = there[:, None] & in_width[None, :]
         z = _tile(z_ptr, rows, channels, z_stride, here, EVEN)
         u = _tile(u_ptr, rows, channels, u_stride, here, EVEN)
-        if RANK > 0:
-            z = tl.dot(_low_rank(xg_ptr, rows, there, x_stride, RANK, R), b_gate, acc=z, input_precision="ieee")
-            u = tl.dot(_low_rank(xu_ptr, rows, there, x_stride, RANK, R), b_up, acc=u, input_precision="ieee")
+        z = tl.dot(_low_rank(xg_ptr, rows, there, x_stride, RANK, R), b_gate, acc=z, input_precision="ieee")
+        u = tl.dot(_low_rank(xu_ptr, rows, there, x_stride, RANK, R), b_up, acc=u, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         _put(h_ptr, rows, channels, width, phi * u, here, EVEN)
@@ -111,13 +108,12 @@ def backward_kernel(
     channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     j = tl.arange(0, R)
     in_factor = in_width[None, :] & (j < RANK)[:, None]
-    if RANK > 0:
-        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
-        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
-        a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
-        d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
-        d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
-        d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+    b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+    b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+    a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
+    d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+    d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+    d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
     for start in tl.range(first, last, BLOCK_TOKENS, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         there = rows < last
@@ -125,26 +121,23 @@ def backward_kernel(
         z = _tile(z_ptr, rows, channels, z_stride, here, EVEN)
         u = _tile(u_ptr, rows, channels, u_stride, here, EVEN)
         dh = _tile(dh_ptr, rows, channels, dh_stride, here, EVEN)
-        if RANK > 0:
-            x_gate = _low_rank(xg_ptr, rows, there, x_stride, RANK, R)
-            x_up = _low_rank(xu_ptr, rows, there, x_stride, RANK, R)
-            e = _low_rank(e_ptr, rows, there, RANK, RANK, R)
-            z = tl.dot(x_gate, b_gate, acc=z, input_precision="ieee")
-            u = tl.dot(x_up, b_up, acc=u, input_precision="ieee")
-            dh = tl.dot(e, a_down, acc=dh, input_precision="ieee")
+        x_gate = _low_rank(xg_ptr, rows, there, x_stride, RANK, R)
+        x_up = _low_rank(xu_ptr, rows, there, x_stride, RANK, R)
+        e = _low_rank(e_ptr, rows, there, RANK, RANK, R)
+        z = tl.dot(x_gate, b_gate, acc=z, input_precision="ieee")
+        u = tl.dot(x_up, b_up, acc=u, input_precision="ieee")
+        dh = tl.dot(e, a_down, acc=dh, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         dz = dh * u * derivative
         du = dh * phi
         _put(dz_ptr, rows, channels, width, dz, here, EVEN)
         _put(du_ptr, rows, channels, width, du, here, EVEN)
-        if RANK > 0:
-            # Rows beyond the end carry zeros in x and e, channels beyond the width are not stored.
-            d_gate = tl.dot(tl.trans(x_gate), dz.to(x_gate.dtype), acc=d_gate, input_precision="ieee")
-            d_up = tl.dot(tl.trans(x_up), du.to(x_up.dtype), acc=d_up, input_precision="ieee")
-            d_down = tl.dot(tl.trans(e), (phi * u).to(e.dtype), acc=d_down, input_precision="ieee")
-    if RANK > 0:
-        at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
-        tl.store(dbg_ptr + at, d_gate, mask=in_factor)
-        tl.store(dbu_ptr + at, d_up, mask=in_factor)
-        tl.store(dad_ptr + at, d_down, mask=in_factor)
+        # Rows beyond the end carry zeros in x and e, channels beyond the width are not stored.
+        d_gate = tl.dot(tl.trans(x_gate), dz.to(x_gate.dtype), acc=d_gate, input_precision="ieee")
+        d_up = tl.dot(tl.trans(x_up), du.to(x_up.dtype), acc=d_up, input_precision="ieee")
+        d_down = tl.dot(tl.trans(e), (phi * u).to(e.dtype), acc=d_down, input_precision="ieee")
+    at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
+    tl.store(dbg_ptr + at, d_gate, mask=in_factor)
+    tl.store(dbu_ptr + at, d_up, mask=in_factor)
+    tl.store(dad_ptr + at, d_down, mask=in_factor)

@@ -80,7 +80,7 @@ class LoRAFFN(torch.autograd.Function):
         db_down = product_as(dy.T, h_projected, factor_dtypes[5])
         dh = dy @ down(dtype)
         low_rank = LowRank(projected[:, :rank], projected[:, rank:], b_gate, b_up)
-        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down), overwrite=True)
+        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, ctx.spec, low_rank, (e, a_down))
         through = torch.empty_like(projected)
         torch.mm(dz, b_gate, out=through[:, :rank])
         torch.mm(du, b_up, out=through[:, rank:])
@@ -89,7 +89,6 @@ class LoRAFFN(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = (through @ a_both).addmm_(dz, gate(dtype)).addmm_(du, up(dtype))
             dx = dx.view(ctx.shape).to(x_dtype)
-        assert da_down is not None
         factors = (da_gate, db_gate, da_up, db_up, da_down.mul_(scalings[2]), db_down)
-        grads = (None if f is None else f.to(d) for f, d in zip(factors, factor_dtypes, strict=True))
+        grads = (factor.to(dtype) for factor, dtype in zip(factors, factor_dtypes, strict=True))
         return dx, *grads, None, None, None, None
