@@ -42,7 +42,9 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             inside: list[str] = []
             (kind,) = typing.get_args(choice) or (Any,)
             items = [converted(key, item, kind, inside) for item in value]
-            if not inside:
+            if len(choices) == 1:
+                problems += inside
+            if not inside or len(choices) == 1:
                 return items
         if _is_of_pairs(choice) and isinstance(value, dict):
             _, kind = typing.get_args(choice) or (Any, Any)

@@ -12,25 +12,14 @@ from nalora.runs import loggers
 
 # No regular expression, which PEFT takes, too: names of layers alone.
 _NAMES_WITH_COMMAS = re.compile(r"[\w.-]+(\s*,\s*[\w.-]+)+")
-# Limits that a type does not say: (setting, holds, what is expected).
+# Limits that a type does not say: (settings, holds, what is expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    *((name, lambda v: v > 0, "a positive number") for name in ("learning_rate", "alpha", "epochs")),
-    *((name, lambda v: v >= 1, "1 or more") for name in ("rank", "batch_size", "max_length", "log_every")),
-    *((name, lambda v: v is None or v >= 1, "1 or more") for name in ("steps", "micro_batch_size", "train_limit")),
-    *(
-        (name, lambda v: v >= 0, "0 or more")
-        for name in (
-            "weight_decay",
-            "max_norm",
-            "save_every",
-            "save_minutes",
-            "snapshot_every",
-            "seed",
-            "validation_size",
-        )
-    ),
-    ("dropout", lambda v: 0 <= v < 1, "a number in [0, 1)"),
-    ("warmup", lambda v: 0 <= v <= 1, "a share between 0 and 1"),
+    ("learning_rate alpha epochs", lambda n: n > 0, "a positive number"),
+    ("rank batch_size micro_batch_size max_length log_every steps train_limit", lambda n: n >= 1, "1 or more"),
+    ("weight_decay max_norm save_every save_minutes snapshot_every", lambda n: n >= 0, "0 or more"),
+    ("seed validation_size", lambda n: n >= 0, "0 or more"),
+    ("dropout", lambda n: 0 <= n < 1, "a number in [0, 1)"),
+    ("warmup", lambda n: 0 <= n <= 1, "a share between 0 and 1"),
 )
 
 
@@ -42,7 +31,8 @@ def problems_of_values(values: Mapping[str, Any]) -> list[str]:
     """
     problems = [
         f"{name}: {shortened(repr(values[name]))}, expected {expected}"
-        for name, holds, expected in _LIMITS
+        for names, holds, expected in _LIMITS
+        for name in names.split()
         if isinstance(values.get(name), int | float) and not holds(values[name])
     ]
     if isinstance(optimizer := values.get("optimizer"), str):

@@ -22,55 +22,7 @@ from nalora.runs.limits import problems_of_values
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run's own settings; those of its method and its task stand beside them in the file.
-
-    Args:
-        model: ``smollm2-135m``, a hub id, a local folder or a ``.gguf`` file.
-        task: what is learnt and asked, see `nalora tasks`.
-        method: how, see `nalora methods`.
-        output: the run's folder.
-        data_dir: a folder with the task's files, in place of the hub.
-        seed: of the adapter, the order of the data and dropout.
-        rank: r.
-        alpha: α; the LoRA scaling is α/r.
-        dropout: on the adapters' inputs.
-        target_modules: names of layers, or ``all-linear``.
-        learning_rate: the highest.
-        epochs: passes over the training set; not asked where `steps` is given.
-        steps: optimizer steps.
-        batch_size: examples in one optimizer step, over all devices.
-        micro_batch_size: examples in one forward pass on one device.
-        schedule: how the learning rate falls.
-        warmup: the share of the steps in which it rises, from 0 to 1; 1 is the whole run.
-        weight_decay: decoupled.
-        max_norm: gradients are clipped to this norm; 0 leaves them.
-        optimizer: one of transformers' names, or ``muon``.
-        max_length: tokens of prompt and target together.
-        too_long: what happens to longer examples: left out, or cut at the end.
-        packing: several examples in one row, each attending to itself alone.
-        batches: examples drawn by chance, or those of like length together, which leaves few pads.
-        prompt_style: prompts as the task writes them, or questions and answers in the tokenizer's chat template.
-        train_limit: the first so many examples that fit.
-        validation_size: examples of the training set that are not learnt from, to choose settings by.
-        dtype: of the base model's weights.
-        device: where; the best there is by default.
-        attention: transformers' attention implementation.
-        quantise: 4bit or 8bit base weights.
-        revision: of the model on the hub.
-        trust_remote_code: whether code from the hub may run.
-        gradient_checkpointing: recompute activations in the backward pass.
-        cuda_graphs: replay the passes of batches of one length: for small models on a GPU, whose steps wait for Python.
-        fused_adapters: LoRA layers as single functions, those of one input together: the same numbers but for rounding,
-            with fewer passes over memory. Layers that are more than plain LoRA (DoRA, dropout) stay PEFT's.
-        liger: Liger's kernels for norms, rotary embedding, activation and loss while training on a GPU.
-        log_every: steps between rows of metrics.
-        save_every: steps between checkpoints, one at the end included; 0: none by steps.
-        save_minutes: minutes of wall clock between checkpoints, longer where they would take more than 5 % of the
-            time; 0: none by the clock.
-        snapshot_every: steps between snapshots of what was trained, for `nalora diagnose` (all are kept; the first and
-            the last step too); 0: none.
-        report_to: loggers of transformers, such as wandb or tensorboard.
-    """
+    """A run's own settings; those of its method and its task are given with them. recipes/laptop.yaml explains each."""
 
     model: str
     task: str

@@ -159,12 +159,9 @@ def understand(given: Mapping[Any, Any], where: str = "study") -> Study:
             over={name: _grid(name, values) for name, values in (given.get("over") or {}).items()},
             controls={str(arm): tuple(map(str, each)) for arm, each in (given.get("controls") or {}).items()},
             learning_rates=tuple(float(rate) for rate in given.get(RATES, ())),
-            validation_size=given.get("validation_size", 200),
             screening_seeds=tuple(given.get("screening_seeds", (0,))),
             drop_rates_worse_than=None if (margin := given.get(MARGIN)) is None else float(margin),
-            ask=given.get("ask", "chosen"),
-            ask_limit=given.get("ask_limit"),
-            ask_tokens=given.get("ask_tokens", 32_768),
+            **{name: given[name] for name in ("validation_size", "ask", "ask_limit", "ask_tokens") if name in given},
         )
         problems = _problems_of_runs(study)
     if problems:
