@@ -259,4 +259,7 @@ def test_a_key_leaves_out_step_scales_at_their_defaults():
 
 
 def test_a_deleted_choice_of_kernels_is_read_as_the_one_that_replaced_it():
-    assert check(na_lora("kernels=fused-activation", text="seed: 0")).method.kernels == "fused"
+    old, new = (check(na_lora(f"kernels={name}", text="seed: 0")) for name in ("fused-activation", "fused"))
+    assert old.method == new.method
+    assert old.deleted == {"kernels": "fused-activation"}
+    assert key(old) != key(new), "a run that was made before is found under its key"

@@ -12,7 +12,7 @@ _DELETED_VALUES = {("kernels", "fused-activation"): "fused"}
 
 
 def current(options: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The settings of a file without those that no longer exist, and with new values for those that no longer exist."""
+    """The settings of a file without the deleted ones, and with other values in place of the deleted ones."""
     kept = {key: value for key, value in options.items() if key not in DELETED}
     return kept | {key: new for (key, old), new in _DELETED_VALUES.items() if kept.get(key) == old}
 
