@@ -131,20 +131,10 @@ def _footnoted(control: str, reasons: list[str]) -> str:
 
 
 def _facts(plan: Plan, seen: Inspection) -> list[str]:
-    from nalora.control.plan import how_to_adapt
-
-    lines = []
-    for reason in dict.fromkeys(plan.refused.values()):
-        names = [in_base(name) for name, why in plan.refused.items() if why == reason]
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        lines.append(f"refused: {names[0]}{more}: {reason}")
-    if plan.others:
-        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in plan.others))
-        lines.append(f"left as plain LoRA: {counted(len(plan.others), 'adapter')} outside FFN blocks ({kinds})")
-    if plan.passed_over:
-        lines.append(f"without an adapter: {', '.join(plan.passed_over)}; {how_to_adapt(plan.passed_over)}")
     config = plan.config
-    lines.append(f"LoRA: r = {seen.rank}, {seen.trainable:,} trainable parameters")
-    lines.append(f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes")
-    lines.append(f"statistics engine: {plan.statistics}")
-    return lines
+    return [
+        *plan.uncontrolled(),
+        f"LoRA: r = {seen.rank}, {seen.trainable:,} trainable parameters",
+        f"control of the {config.apply_to}, channels ranked by {config.importance}, {config.regimes} regimes",
+        f"statistics engine: {plan.statistics}",
+    ]

@@ -22,13 +22,17 @@ VERSION = 1
 
 def state_of(groups: list[BlockGroup], config: NALoRAConfig) -> dict[str, Any]:
     """The state of all blocks as ``block/field`` tensors, beside the version and the configuration."""
-    tensors = {
-        f"{name}/{field}": getattr(group, field)[index].clone()
+    tensors = {key: tensor.clone() for key, tensor in _tensors(groups).items()}
+    return {"version": VERSION, "config": config.to_dict(), "tensors": tensors}
+
+
+def _tensors(groups: list[BlockGroup]) -> dict[str, Tensor]:
+    return {
+        f"{name}/{field}": getattr(group, field)[index]
         for group in groups
         for index, name in enumerate(group.names)
         for field in BlockGroup.STATE
     }
-    return {"version": VERSION, "config": config.to_dict(), "tensors": tensors}
 
 
 def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any]) -> None:
@@ -41,12 +45,7 @@ def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any
             fix="resume with the nalora release that wrote it, or start anew",
         )
     tensors: dict[str, Tensor] = state["tensors"]
-    targets = {
-        f"{name}/{field}": getattr(group, field)[index]
-        for group in groups
-        for index, name in enumerate(group.names)
-        for field in BlockGroup.STATE
-    }
+    targets = _tensors(groups)
     _check_same_blocks(targets, tensors)
     if (saved := state.get("config")) is not None:
         now = json.loads(atomic.json_text(config.to_dict()))

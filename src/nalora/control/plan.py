@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from nalora.config import NALoRAConfig
 from nalora.control.blocks import Discovery, FFNBlock
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
 from nalora.kernels.statistics import Engine, choose
 from nalora.models.peft_names import in_base
 
@@ -88,15 +88,20 @@ class Plan:
                 f"    {parts}; {activation}, {width} channels, responsive {regimes}",
                 f"    mask {mask}; step scaling {scaling}",
             ]
+        return "\n".join([*lines, *(f"  {line}" for line in self.uncontrolled())])
+
+    def uncontrolled(self) -> list[str]:
+        """A line for each kind of layer that is not controlled: refused, outside FFN blocks, without an adapter."""
+        lines = []
         for reason in dict.fromkeys(self.refused.values()):
-            names = [name for name, why in self.refused.items() if why == reason]
-            lines.append(f"  refused: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
+            names = [in_base(name) for name, why in self.refused.items() if why == reason]
+            lines.append(f"refused: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}")
         if self.others:
             kinds = ", ".join(dict.fromkeys(_tail(name) for name in self.others))
-            lines.append(f"  left as plain LoRA: {len(self.others)} adapter(s) outside FFN blocks ({kinds})")
+            lines.append(f"left as plain LoRA: {counted(len(self.others), 'adapter')} outside FFN blocks ({kinds})")
         if self.passed_over:
-            lines.append(f"  without an adapter: {', '.join(self.passed_over)}; {how_to_adapt(self.passed_over)}")
-        return "\n".join(lines)
+            lines.append(f"without an adapter: {', '.join(self.passed_over)}; {how_to_adapt(self.passed_over)}")
+        return lines
 
 
 def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> Plan:
