@@ -112,7 +112,7 @@ def _host_class(name: str, on: str) -> type[Method]:
 
     host = methods.get(on)
     if host.not_under_na_lora:
-        able = [each for each in methods.names() if methods.get(each).not_under_na_lora is None]
+        able = [method for method in methods.names() if methods.get(method).not_under_na_lora is None]
         raise NALoRAError(
             f"method {name!r} on {on!r}",
             found=host.not_under_na_lora,

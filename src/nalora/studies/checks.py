@@ -30,32 +30,32 @@ _VALUES: Mapping[str, tuple[Any, _Limit]] = {
 }
 
 
-def problems_of_shape(given: Mapping[Any, Any], parts: Collection[str]) -> list[str]:
+def problems_of_shape(content: Mapping[Any, Any], parts: Collection[str]) -> list[str]:
     """A sentence for everything that is not as a study has it; none where its runs can be made.
 
     Args:
-        given: what the file says.
+        content: what the file says.
         parts: the names that stand in a study's first column.
     """
-    problems = [f"{key}: no such part of a study" for key in given if key not in parts]
-    problems += _of_name(given.get("name", "study"))
+    problems = [f"{key}: no such part of a study" for key in content if key not in parts]
+    problems += _of_name(content.get("name", "study"))
     for part in ("settings", "arms"):
-        if given.get(part) in (None, {}):
+        if content.get(part) in (None, {}):
             problems.append(f"{part}: missing or empty")
-        elif not isinstance(given[part], dict):
-            problems.append(f"{part}: {_shown(given[part])}, expected `name: value` lines")
-    problems += _of_settings("settings", given.get("settings"))
-    for name, settings in given["arms"].items() if isinstance(given.get("arms"), dict) else ():
+        elif not isinstance(content[part], dict):
+            problems.append(f"{part}: {_shown(content[part])}, expected `name: value` lines")
+    problems += _of_settings("settings", content.get("settings"))
+    for name, settings in content["arms"].items() if isinstance(content.get("arms"), dict) else ():
         if isinstance(settings, dict | None):
             problems += _of_settings(f"arms.{name}", settings)
             problems += _of_values(f"arms.{name}.", settings or {}, (RATES, "seeds"))
         else:
             problems.append(f"arms.{name}: {_shown(settings)}, expected settings, such as {{method: lora}}")
-    problems += _of_over(given.get("over"))
-    problems += _of_controls(given.get("controls"), given.get("arms"))
-    problems += _of_values("", given, tuple(_VALUES))
-    if "ask" in given:
-        converted("ask", given["ask"], Literal["chosen", "none", "all"], problems)
+    problems += _of_over(content.get("over"))
+    problems += _of_controls(content.get("controls"), content.get("arms"))
+    problems += _of_values("", content, tuple(_VALUES))
+    if "ask" in content:
+        converted("ask", content["ask"], Literal["chosen", "none", "all"], problems)
     return problems
 
 
@@ -77,13 +77,13 @@ def _of_settings(where: str, settings: Any) -> list[str]:
     return problems + [f"{where}: {name} is the study's to give" for name in _ITS_OWN if name in settings]
 
 
-def _of_values(prefix: str, given: Mapping[Any, Any], parts: Sequence[str]) -> list[str]:
+def _of_values(prefix: str, content: Mapping[Any, Any], parts: Sequence[str]) -> list[str]:
     """The values and lists of values among some settings."""
     problems: list[str] = []
-    for part in (part for part in parts if part in given):
+    for part in (part for part in parts if part in content):
         (hint, (holds, expected)), where = _VALUES[part], f"{prefix}{part}"
         known = len(problems)
-        value = converted(where, given[part], hint, problems)
+        value = converted(where, content[part], hint, problems)
         numbers = value if isinstance(value, list) else [value]
         if len(problems) > known:
             continue
@@ -94,7 +94,7 @@ def _of_values(prefix: str, given: Mapping[Any, Any], parts: Sequence[str]) -> l
 
 
 def _of_over(over: Any) -> list[str]:
-    """Lists of a setting's values, and names under which several settings are given."""
+    """Lists of a setting's values, and names under which several settings are content."""
     if not isinstance(over, dict | None):
         return [f"over: {_shown(over)}, expected `setting: [value, ...]` lines"]
     problems: list[str] = []
