@@ -9,6 +9,7 @@ import pytest
 from nalora.report.data import read_runs
 from nalora.report.run_tables import row_labels, run_tables, write_tables
 from nalora.report.tables import markdown
+from nalora.runs.settings import check
 from report.run_folders import summary, write, write_run
 
 
@@ -48,6 +49,16 @@ def test_the_same_run_twice_stands_under_its_names(tmp_path):
         scored(tmp_path, name, 50, method="lora")
     assert row_labels(read_runs([tmp_path])) == ["lora [again]", "lora [first]"]
     assert len(run_tables(read_runs([tmp_path]))["Results"].rows) == 3
+
+
+def test_runs_of_an_earlier_version_are_the_same_setting(tmp_path):
+    """Version 0.1 wrote neither the step scales nor the thresholds, and two settings that no longer exist."""
+    settings = check({"model": "m", "task": "gsm8k", "method": "na-lora"}).to_dict()
+    new = {name: value for name, value in settings.items() if name not in ("method", "seed", "output", "steps")}
+    old = {name: value for name, value in new.items() if name not in ("thresholds", "gate", "up", "down")}
+    scored(tmp_path, "new", 2, method="na-lora", **new)
+    scored(tmp_path, "old", 2, method="na-lora", seed=1, **old, diagnose_every=0, probe_size=64)
+    assert row_labels(read_runs([tmp_path])) == ["na-lora", "na-lora"]
 
 
 def test_models_are_told_apart(tmp_path):

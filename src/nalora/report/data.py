@@ -17,6 +17,7 @@ from nalora.files import yaml_reader
 from nalora.report.cleaning import clean_diagnosis, clean_mismatch
 from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
 from nalora.report.gates import Gates, read_gates
+from nalora.runs import old_names
 from nalora.runs.folder import RunFolder
 
 Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -216,7 +217,7 @@ def _read_settings(folder: RunFolder, notices: list[str]) -> dict[str, Any]:
         return {}
     if not settings:
         notices.append("run.yaml is damaged, so the settings are not known (it is empty).")
-    return {str(key): value for key, value in settings.items()}
+    return {str(key): value for key, value in old_names.completed(settings).items()}
 
 
 def _read_object(path: Path, notices: list[str], *, wanted: bool = False) -> dict[str, Any] | None:

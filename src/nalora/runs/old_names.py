@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nalora.config import NALoRAConfig
+
 # `nalora diagnose` compares snapshots after training, so nothing has to be compared during it.
 DELETED = frozenset({"diagnose_every", "probe_size"})
 # Measured, and slower than kernels="fused", which also fuses the adapters.
@@ -15,6 +17,12 @@ def current(options: Mapping[Any, Any]) -> dict[Any, Any]:
     """The settings of a file without the deleted ones, and with other values in place of the deleted ones."""
     kept = {key: value for key, value in options.items() if key not in DELETED}
     return kept | {key: new for (key, old), new in _DELETED_VALUES.items() if kept.get(key) == old}
+
+
+def completed(options: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The settings of an earlier version's run.yaml as this version would write it: NA-LoRA has more settings now."""
+    control = NALoRAConfig().to_dict() if "keep_ratio" in options else {}
+    return {**current(options), **{name: value for name, value in control.items() if name not in options}}
 
 
 def in_key(options: Mapping[Any, Any]) -> dict[str, Any]:
