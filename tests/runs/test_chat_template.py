@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nalora
+from nalora.control.tokens import IGNORED_LABEL
 from nalora.evaluation.generation import Writer
-from nalora.runs.encoding import IGNORED, Encoder
+from nalora.runs.encoding import Encoder
 from nalora.tasks import Example
 
 # The template, the tokenizer's BOS and EOS, and the token that ends a turn.
@@ -106,9 +107,9 @@ def test_a_row_is_what_the_template_gives(style, gpt2, question, answer):
     chat = tokenizer(style, gpt2)
     row = Encoder(chat, style="chat").row(Example("a", f"Q: {question}\nA: ", answer, question=question))
     assert row["input_ids"] == applied(chat, question, answer, prompt=False)
-    trained = sum(label != IGNORED for label in row["labels"])
+    trained = sum(label != IGNORED_LABEL for label in row["labels"])
     masked = len(row["labels"]) - trained
-    assert row["labels"] == [IGNORED] * masked + row["input_ids"][masked:]
+    assert row["labels"] == [IGNORED_LABEL] * masked + row["input_ids"][masked:]
     # Masked are the tokens that end within the prompt: a letter of such a token is one byte.
     prompt = applied(chat, question, prompt=True, tokenize=False).encode()
     ends = itertools.accumulate(len(token) for token in chat.convert_ids_to_tokens(row["input_ids"]))
@@ -124,7 +125,7 @@ def test_ordinary_answers_leave_the_prompt_whole(style):
     row = encoder.row(Example("a", "Q: What is 6 and 6?\nA: ", "It is 12.", question="What is 6 and 6?"))
     prompt = encoder.prompt(["What is 6 and 6?"])
     assert prompt == applied(tokenizer(style), "What is 6 and 6?", prompt=True) == row["input_ids"][: len(prompt)]
-    assert row["labels"].count(IGNORED) == len(prompt)
+    assert row["labels"].count(IGNORED_LABEL) == len(prompt)
     assert "Q:" not in tokenizer(style).decode(row["input_ids"])
 
 
@@ -217,4 +218,4 @@ def test_plain_style_is_as_it_was(question, answer):
     row = Encoder(chat).row(Example("a", f"Q: {question}\nA: ", answer, question=question))
     prompt = chat(f"Q: {question}\nA: ").input_ids
     target = [*chat(answer, add_special_tokens=False).input_ids, chat.eos_token_id]
-    assert row == {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
+    assert row == {"input_ids": prompt + target, "labels": [IGNORED_LABEL] * len(prompt) + target}

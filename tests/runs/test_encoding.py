@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nalora
-from nalora.runs.encoding import IGNORED, Collator, Encoder, encode, pack
+from nalora.control.tokens import IGNORED_LABEL
+from nalora.runs.encoding import Collator, Encoder, encode, pack
 from nalora.tasks import Example
 
 TOKENIZER = tiny.tokenizer()
@@ -20,7 +21,7 @@ TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, m
 @given(TEXT, TEXT)
 def test_labels_are_the_target_and_its_end(prompt, target):
     row = Encoder(TOKENIZER).row(Example("a", prompt, target))
-    learnt = [(i, label) for i, label in enumerate(row["labels"]) if label != IGNORED]
+    learnt = [(i, label) for i, label in enumerate(row["labels"]) if label != IGNORED_LABEL]
     assert [label for _, label in learnt] == [*TOKENIZER(target).input_ids, TOKENIZER.eos_token_id]
     assert all(row["input_ids"][i] == label for i, label in learnt)
     assert row["input_ids"][: learnt[0][0]] == TOKENIZER(prompt).input_ids
@@ -107,11 +108,11 @@ def test_a_cut_input_of_an_encoder_keeps_its_closing_token():
 
 
 def test_padding_is_masked_and_not_learnt():
-    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED_LABEL, 6, 7]}, {"input_ids": [8], "labels": [8]}]
     batch = Collator(0)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
+    assert batch["labels"].tolist() == [[IGNORED_LABEL, 6, 7], [8, IGNORED_LABEL, IGNORED_LABEL]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

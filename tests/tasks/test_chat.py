@@ -15,8 +15,7 @@ import pytest
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks.chat import agreement
-from nalora.tasks.judge import Judge, Judgements, preference, rating
+from nalora.tasks.judge import Judge, Judgements, rating
 
 KEY = "sk-never-to-be-seen-1234"
 QUESTIONS = [
@@ -29,8 +28,6 @@ TEMPLATES = {
     "single-v1-multi-turn": "RATE2 {question_1} / {answer_1} / {question_2} / {answer_2}",
     "single-math-v1": "REF {question} / {ref_answer_1} / {answer}",
     "single-math-v1-multi-turn": "REF2 {ref_answer_1} / {ref_answer_2} / {answer_1} / {answer_2}",
-    "pair-v2": "PAIR {question} / {answer_a} / {answer_b}",
-    "pair-v2-multi-turn": "PAIR2 {question_2} / {answer_a_2} / {answer_b_2}",
 }
 
 
@@ -147,11 +144,6 @@ def bench(server, data_dir, tmp_path):
 )
 def test_ratings_are_read_and_checked(answer, read):
     assert rating(answer) == read
-
-
-def test_preferences_are_read():
-    assert [preference(each) for each in ("[[A]] or [[B]]? [[B]]", "[[C]]", "[[D]]", "A")] == ["B", "C", None, None]
-    assert preference("[[B]] is what the answer asks for") is None
 
 
 def test_questions_are_two_turns_in_the_alpaca_template(data_dir):
@@ -543,31 +535,6 @@ def test_the_server_comes_from_the_environment_too(bench, server, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     bench(judge_url=None).prepare_scoring()
     assert [each["max_tokens"] for each in server.requests] == [1]
-
-
-def test_agreement_compares_with_the_references_in_both_orders(bench, server):
-    answers = {"mt-bench/81": ["a poem", "a line"], "mt-bench/111": ["mine 1", "mine 2"]}
-    better = {"mine": lambda p, n: "[[A]]" if p.index("mine") < p.index("It is") else "[[B]]"}
-    better["first"] = lambda p, n: "[[A]]"
-    better["tie"] = lambda p, n: "[[C]]"
-    better["mine in turn 1 only"] = lambda p, n: better["mine"](p, n) if p.startswith("PAIR ") else "[[B]]"
-    expected = {
-        "mine": dict(agreement=1.0, model_wins=1.0, reference_wins=0.0, ties=0.0),
-        "first": dict(agreement=0.0, model_wins=0.0, reference_wins=0.0, ties=0.0),
-        "tie": dict(agreement=1.0, model_wins=0.0, reference_wins=0.0, ties=1.0),
-        "mine in turn 1 only": dict(agreement=0.5, model_wins=0.5, reference_wins=0.0, ties=0.0),
-    }
-    for judge, reply in better.items():
-        server.reply = reply
-        assert agreement(bench(judge_model=judge), answers) == {"comparisons": 2.0, **expected[judge]}
-    assert sorted(server.prompts[:4]) == [
-        "PAIR What is 6 * 7? / It is 42. / mine 1",
-        "PAIR What is 6 * 7? / mine 1 / It is 42.",
-        "PAIR2 And 7 * 7? / It is 49. / mine 2",
-        "PAIR2 And 7 * 7? / mine 2 / It is 49.",
-    ]
-    with pytest.raises(NALoRAError, match="no answer to a question that has a reference"):
-        agreement(bench(), {"mt-bench/81": ["a poem", "a line"]})
 
 
 def test_training_examples_leave_refusals_out_and_keep_the_first(data_dir):

@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 from nalora import tasks
-from nalora.runs.encoding import IGNORED, Encoder
+from nalora.control.tokens import IGNORED_LABEL
+from nalora.runs.encoding import Encoder
 from nalora.tasks import sources
 
 HUB = {
@@ -56,11 +57,11 @@ def test_the_loss_sees_targets_alone(task, kind):
     assert examples
     for example in examples:
         row = encoder.row(example)
-        learnt = [label for label in row["labels"] if label != IGNORED]
+        learnt = [label for label in row["labels"] if label != IGNORED_LABEL]
         assert learnt == [*tokenizer(example.target).input_ids, tokenizer.eos_token_id]
         prompt = tokenizer(example.prompt).input_ids
         assert row["input_ids"][: len(prompt)] == prompt
         if kind == "causal":
-            assert row["labels"][: len(prompt)] == [IGNORED] * len(prompt)
+            assert row["labels"][: len(prompt)] == [IGNORED_LABEL] * len(prompt)
         assert example.target
         assert example.target not in example.prompt

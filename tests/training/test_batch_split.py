@@ -7,7 +7,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
-from nalora.runs.encoding import IGNORED, Collator
+from nalora.control.tokens import IGNORED_LABEL
+from nalora.runs.encoding import Collator
 from nalora.training.batch_split import BLANK, Filled
 
 
@@ -25,10 +26,10 @@ def test_every_example_is_dealt_once_and_every_process_has_as_many_batches(examp
 
 
 def test_a_blank_has_no_token_that_counts():
-    row = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
+    row = {"input_ids": [5, 6, 7], "labels": [IGNORED_LABEL, 6, 7]}
     batch = Collator(pad_token_id=9)([row, BLANK])
     assert batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 9]]
-    assert batch["labels"][1].tolist() == [IGNORED] * 3
+    assert batch["labels"][1].tolist() == [IGNORED_LABEL] * 3
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
     alone = Collator(pad_token_id=9)([BLANK, BLANK])
     assert alone["input_ids"].shape == (2, 1)
@@ -37,7 +38,7 @@ def test_a_blank_has_no_token_that_counts():
 
 
 def test_packed_rows_leave_blanks_out():
-    row = {"input_ids": [5, 6], "labels": [IGNORED, 6], "position_ids": [0, 1]}
+    row = {"input_ids": [5, 6], "labels": [IGNORED_LABEL, 6], "position_ids": [0, 1]}
     batch = Collator(pad_token_id=9)([row, BLANK])
     assert batch["input_ids"].tolist() == [[5, 6]]
     assert torch.equal(batch["position_ids"], torch.tensor([[0, 1]]))

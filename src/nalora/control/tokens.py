@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from nalora.control.hooks import dead_hook
 from nalora.errors import NALoRAError
 
-_IGNORED_LABEL = -100
+# The label of a token that the loss does not count: the default of torch's cross_entropy.
+IGNORED_LABEL = -100
 
 
 class _Argument:
@@ -67,7 +68,7 @@ class TokenMask:
         if self.decoder is not None:
             decoder_mask, labels = self.decoder[0].value, self.decoder[1].value
             if decoder_mask is None and labels is not None and labels.shape == shape:
-                learned = labels != _IGNORED_LABEL
+                learned = labels != IGNORED_LABEL
                 mask = learned if mask is None else mask & learned
         if self.picture_labels is not None:
             labels = self.picture_labels.value

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from nalora.control.tokens import IGNORED_LABEL
 from nalora.evaluation.batches import of_like_length
 from nalora.models.loading import Loaded
-from nalora.runs.encoding import IGNORED, Collator, Encoder
+from nalora.runs.encoding import Collator, Encoder
 from nalora.tasks import Example
 
 
@@ -48,8 +49,8 @@ def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
         logits, labels = logits[:, :-1], labels[:, 1:]
     # Row by row: the logits of a whole batch in float32 would be the largest tensor of all.
     losses = [
-        torch.nn.functional.cross_entropy(row.float(), wanted, ignore_index=IGNORED, reduction="sum")
+        torch.nn.functional.cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
         for row, wanted in zip(logits, labels, strict=True)
     ]
-    tokens = (labels != IGNORED).sum(1)
+    tokens = (labels != IGNORED_LABEL).sum(1)
     return list(zip(torch.stack(losses).tolist(), tokens.tolist(), strict=True))

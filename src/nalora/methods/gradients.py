@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nalora.control.tokens import IGNORED_LABEL
 from nalora.distributed import processes
 from nalora.distributed.processes import add_up, is_first_process
 from nalora.errors import NALoRAError
@@ -28,7 +29,6 @@ Reduce = Callable[[str, Any, Tensor], dict[str, Tensor]]
 
 # With 8 batches, as LoRA-GA takes, of one pass each: 64 passes in all.
 MOST_GROUPS = 8
-_IGNORED = -100
 
 
 def reduce_mean_gradients(
@@ -170,7 +170,7 @@ def label_tokens(model: nn.Module, batch: Batch) -> int:
     labels = batch["labels"]
     if labels.dim() > 1 and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         labels = labels[..., 1:]
-    return int((labels != _IGNORED).sum())
+    return int((labels != IGNORED_LABEL).sum())
 
 
 def refuse_not_positive(method: Any, *settings: str) -> None:

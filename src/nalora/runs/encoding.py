@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError, counted
 from nalora.runs.chat_template import ChatTemplate
 from nalora.tasks import Example
 
-IGNORED = -100
 Row = dict[str, list[int]]
 
 
@@ -86,11 +86,11 @@ class Encoder:
         """A training row: input tokens and, at targets alone, labels."""
         if self._chat and self.kind == "causal":
             ids, before = self._chat.row(self.question(example), example.target)
-            return {"input_ids": ids, "labels": [IGNORED] * before + ids[before:]}
+            return {"input_ids": ids, "labels": [IGNORED_LABEL] * before + ids[before:]}
         prompt, target = self.prompt([self.question(example)]), self.target(example.target)
         if self.kind == "seq2seq":
             return {"input_ids": prompt, "labels": target}
-        return {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
+        return {"input_ids": prompt + target, "labels": [IGNORED_LABEL] * len(prompt) + target}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class TrainingRows:
     @property
     def target_tokens(self) -> int:
         """How many tokens the loss sees in one pass."""
-        return sum(label != IGNORED for row in self.rows for label in row["labels"])
+        return sum(label != IGNORED_LABEL for row in self.rows for label in row["labels"])
 
 
 def encode(
@@ -135,7 +135,7 @@ def encode(
         longest = max(map(len, row.values()))
         if longest > max_length:
             # A row cut inside its prompt has no target left: nothing to learn from.
-            learns = encoder.kind == "seq2seq" or any(label != IGNORED for label in row["labels"][:max_length])
+            learns = encoder.kind == "seq2seq" or any(label != IGNORED_LABEL for label in row["labels"][:max_length])
             if too_long == "drop" or not learns:
                 dropped += 1
                 continue
@@ -172,7 +172,7 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
         last = packed[-1]
         last["input_ids"] += row["input_ids"]
         # The first token of a packed example is predicted by nothing that belongs to it.
-        last["labels"] += [IGNORED, *row["labels"][1:]]
+        last["labels"] += [IGNORED_LABEL, *row["labels"][1:]]
         last["position_ids"] += range(length)
     return packed
 
@@ -199,7 +199,7 @@ class Collator:
         found = [row for row in rows if row is not None]
         if found and "position_ids" in found[0]:
             return self._packed(found)
-        padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL}
         batch = {
             name: _padded([row[name] if row else [value] for row in rows], value, self.multiple)
             for name, value in padding.items()

@@ -7,14 +7,12 @@ not shipped here; see `_ORIGIN`.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
-from nalora.tasks.judge import Judge, Judgements, preference, rating
+from nalora.tasks.judge import Judge, Judgements, rating
 from nalora.tasks.prompts import alpaca
 from nalora.tasks.sources import Rows, field, find_file, hub_rows, json_rows, jsonl_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task
@@ -214,64 +212,6 @@ class MTBench(Task):
 def _next_turn(instruction: str) -> str:
     """The further turn of a conversation in the Alpaca template: what follows an answer."""
     return f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
-
-
-def agreement(task: MTBench, outputs: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """How far this judge can be trusted: does its choice between two answers survive swapping them?
-
-    The answers of a model are compared with GPT-4's reference answers, both turns in both orders. The judge is not
-    told which one is the reference.
-
-    Args:
-        task: with a judge.
-        outputs: the two answers by the example's id; examples without a reference are left out.
-
-    Returns:
-        `comparisons` made, `agreement` as the share of them with one outcome in both orders, and as shares of all
-        comparisons `model_wins`, `reference_wins` and `ties`, which count where both orders agree.
-
-    Raises:
-        NALoRAError: nothing to compare, or the judge does not answer.
-    """
-    pairs = [
-        (example, outputs[example.id], reference, turn)
-        for example in task.test_examples()
-        if example.id in outputs and (reference := task.reference(example)) is not None
-        for turn in range(2)
-    ]
-    if not pairs:
-        raise NALoRAError(
-            task.name,
-            found="no answer to a question that has a reference",
-            expected="answers by the ids of questions in maths, reasoning or coding",
-            fix="pass the answers to all test_examples()",
-        )
-
-    def compare(pair: tuple[Example, Sequence[str], Sequence[str], int]) -> str | None:
-        example, model, reference, turn = pair
-        straight = task.judge.ask(*_pair_prompt(task, example, model, reference, turn), read=preference)
-        swapped = task.judge.ask(*_pair_prompt(task, example, reference, model, turn), read=preference)
-        return straight if {"A": "B", "B": "A", "C": "C"}[swapped] == straight else None
-
-    with ThreadPoolExecutor(task.scoring_threads) as threads:
-        outcomes = Counter(threads.map(compare, pairs))
-    shares = {outcome: count / len(pairs) for outcome, count in outcomes.items()}
-    return {
-        "comparisons": float(len(pairs)),
-        "agreement": 1 - shares.get(None, 0.0),
-        "model_wins": shares.get("A", 0.0),
-        "reference_wins": shares.get("B", 0.0),
-        "ties": shares.get("C", 0.0),
-    }
-
-
-def _pair_prompt(task: MTBench, example: Example, a: Sequence[str], b: Sequence[str], turn: int) -> tuple[str, str]:
-    # Never the templates with a reference: one of the two answers is that reference.
-    questions = example.facts["turns"]
-    parts = {"question": questions[0], "question_1": questions[0], "question_2": questions[1]}
-    parts |= {"answer_a": a[0], "answer_a_1": a[0], "answer_a_2": a[1]}
-    parts |= {"answer_b": b[0], "answer_b_1": b[0], "answer_b_2": b[1]}
-    return task.judge_prompt("pair-v2-multi-turn" if turn else "pair-v2", **parts)
 
 
 def make(

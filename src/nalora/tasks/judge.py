@@ -37,12 +37,6 @@ def rating(answer: str) -> float | None:
     return float(found[1]) if found and 1 <= float(found[1]) <= 10 else None
 
 
-def preference(answer: str) -> str | None:
-    """The "[[A]]", "[[B]]" or "[[C]]" (a tie) that ends a judge's answer, as a letter."""
-    found = re.search(r"\[\[([ABC])\]\]" + _AT_THE_END, answer)
-    return found[1] if found else None
-
-
 class Judgements:
     """Every answer of a judge, one JSON object a line in the order they came, found again by what was asked.
 

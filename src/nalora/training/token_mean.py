@@ -14,7 +14,7 @@ import textwrap
 import torch
 from torch import Tensor, nn
 
-IGNORED_LABEL = -100
+from nalora.control.tokens import IGNORED_LABEL
 
 
 def divides_by_items(model: nn.Module) -> bool:
