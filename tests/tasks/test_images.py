@@ -10,7 +10,7 @@ from PIL import Image
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks.images import Picture
+from nalora.tasks.pictures import Picture
 
 SEVEN = ["cars", "dtd", "eurosat", "gtsrb", "resisc45", "sun397", "svhn"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.tasks import Example
-from nalora.tasks.images import Pictures
+from nalora.tasks.pictures import Pictures
 from nalora.tasks.validation import hold_out, split_places
 
 

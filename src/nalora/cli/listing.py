@@ -38,14 +38,15 @@ def methods() -> None:
 
 
 def tasks() -> None:
-    """List the tasks, what they ask and what they measure, and families whose scores cannot be trusted."""
+    """List the tasks with their measures, and the families of reasoning-gym whose scores cannot be trusted."""
     from nalora import tasks
     from nalora.tasks import gym_trust
 
-    rows = table("task", "what is learnt and asked", "measures")
+    rows = table("task", "what it is", "measures")
     for name, title, measures in tasks.described():
         rows.add_row(name, title, measures)
     console().print(rows)
+    console().print("A Python file with TASKS is a task too: docs/extending.md.", highlight=False)
     rows = table("not to be trusted", "why", "measures")
     for family, fault in gym_trust.untrusted().items():
         rows.add_row(f"gym/{family}", fault.reason, "all" if fault.measure == "accuracy" else fault.measure)

@@ -28,7 +28,7 @@ from nalora.diagnostics.twins import Residents
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.runs.folder import RunFolder, write_json
-from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import read_run, refuse_unless_own
 from nalora.runs.settings import Run
@@ -129,7 +129,7 @@ def _ready(run: Run, request: Request) -> tuple[Probe, tuple[GateSite, ...], Res
 
     def load(state: Path | None) -> nn.Module:
         wanted = spec if state is None else replace(spec, name=str(state))
-        return as_asked(loading.load(wanted, processor=processor), own).model
+        return own.prepare_model(loading.load(wanted, processor=processor)).model
 
     return probe, find_sites(model), Residents(model, load)
 

@@ -16,7 +16,7 @@ from nalora.diagnostics.twins import adapt, is_adapter
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.models.loading import ModelSpec
-from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.inputs import kind_of
 from nalora.runs.saved_run import FinishedRun, finished_run
 from nalora.tasks import Task
 
@@ -87,7 +87,7 @@ class _Shelf:
         return adapt(_sharing_weights(self.bases[spec]), place)
 
     def _load(self, spec: ModelSpec) -> nn.Module:
-        return as_asked(loading.load(spec, processor=self.processor), self.task).model
+        return self.task.prepare_model(loading.load(spec, processor=self.processor)).model
 
 
 def _sharing_weights(model: nn.Module) -> nn.Module:

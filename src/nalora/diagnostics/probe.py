@@ -49,13 +49,13 @@ def make_probe(
         NALoRAError: no such task, or none of its examples fits.
     """
     settings = run.settings
-    own = task in (None, settings.task)
+    own = task is None or tasks.resolve(task) == tasks.resolve(settings.task)
     name = settings.task if task is None else task
     options = run.task_options if own else {}
     asked = tasks.get(name, data_dir=data_dir or (settings.data_dir if own else None), **options)
     material = prepare(asked, loaded, replace(settings, train_limit=size, packing=False))
     rows = [material.dataset[i] for i in range(len(material.dataset))]
-    return Probe(name, len(rows), batches_of(rows, material.collator, batch_size)), material.model
+    return Probe(asked.name, len(rows), batches_of(rows, material.collator, batch_size)), material.model
 
 
 def on_device(batch: Batch, model: nn.Module) -> Batch:

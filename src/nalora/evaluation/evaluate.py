@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from nalora.models.positions import position_limit, refuse_longer
 from nalora.runs.encoding import Encoder
 from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
-from nalora.tasks import Example, Scores, Task
-from nalora.tasks.images import ImageTask
+from nalora.tasks import Answer, Example, Scores, Task
 
 
 def evaluate(
@@ -113,7 +113,7 @@ def _evaluate(
 
 def _refuse_too_long(loaded: Loaded, task: Task, examples: Sequence[Example], style: str) -> None:
     """Refuse what the model has no positions for, before hours of writing."""
-    if isinstance(task, ImageTask) or position_limit(loaded.model) is None:
+    if position_limit(loaded.model) is None:
         return
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(each) if each.target else {"": encoder.prompt([encoder.question(each)])} for each in examples]
@@ -160,48 +160,32 @@ def _write(
     report: Report,
 ) -> dict[str, float]:
     """Fill in the outputs that are missing; how fast that was."""
-    if all(each.id in outputs for each in examples):
-        return {}
-    if isinstance(task, ImageTask):
-        return _classify(loaded, task, examples, outputs, report)
-    encoder = Encoder(loaded.processor, loaded.spec.kind, style)
-    writer = Writer(
-        loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
-    )
-    began, tokens, done = time.perf_counter(), 0, 0
-    for batch in writer.batches(examples):
-        missing = {each.id for each in batch if each.id not in outputs}
-        if missing:
-            # All of a batch again, though some of it was kept: in half precision an answer depends on its neighbours.
-            answers = [answer for answer in writer.answer(batch) if answer.example.id in missing]
-            outputs.add([
-                {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
-            ])  # fmt: skip
-            tokens += sum(answer.tokens for answer in answers)
-        done += len(batch)
-        report("writing", done, len(examples))
-    seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds, 1)}
-
-
-def _classify(
-    loaded: Loaded, task: ImageTask, examples: Sequence[Example], outputs: Records, report: Report
-) -> dict[str, float]:
-    """Fill in the classes that are missing; an answer is a class's name."""
-    from nalora.tasks.clip import classify
-
     missing = [each for each in examples if each.id not in outputs]
-    began = time.perf_counter()
-    for start in range(0, len(missing), 512):
-        part = task.images_of(missing[start : start + 512])
-        labels = classify(loaded.model, part, loaded.processor.image_processor)
+    if not missing:
+        return {}
+    ids = {each.id for each in missing}
+
+    def generate() -> Iterator[list[Answer]]:
+        encoder = Encoder(loaded.processor, loaded.spec.kind, style)
+        writer = Writer(
+            loaded.model, encoder, max_new_tokens=task.max_new_tokens, stop=task.stop, batch_tokens=batch_tokens
+        )
+        for batch in writer.batches(examples):
+            if not ids.isdisjoint(each.id for each in batch):
+                # All of a batch, though some of it was kept: in half precision an answer depends on its neighbours.
+                yield [answer for answer in writer.answer(batch) if answer.example.id in ids]
+
+    began, tokens, done = time.perf_counter(), 0, 0
+    for answers in task.answers(loaded, missing, generate):
         outputs.add([
-            {"id": each.id, "outputs": [task.classes[label]], "tokens": 0, "finished": True}
-            for each, label in zip(part, labels, strict=True)
+            {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
         ])  # fmt: skip
-        report("looking", len(examples) - len(missing) + start + len(part), len(examples))
+        tokens += sum(answer.tokens for answer in answers)
+        done += len(answers)
+        report("writing", len(examples) - len(missing) + done, len(examples))
     seconds = time.perf_counter() - began
-    return {"seconds": round(seconds, 2), "pictures_per_second": round(len(missing) / seconds, 1)}
+    speed = {"tokens_per_second": tokens / seconds} if tokens else {"answers_per_second": done / seconds}
+    return {"seconds": round(seconds, 2), **{name: round(value, 1) for name, value in speed.items()}}
 
 
 def _target_loss(
@@ -214,7 +198,7 @@ def _target_loss(
     missing = [each for each in examples if each.id not in known]
     for start in range(0, len(missing), 256):
         part = missing[start : start + 256]
-        losses = _losses(loaded, task, part, style)
+        losses = task.losses(loaded, part, functools.partial(target_losses, loaded, style=style))
         known.add([{"id": e.id, "loss": loss, "tokens": n} for e, (loss, n) in zip(part, losses, strict=True)])
         report("reading", len(examples) - len(missing) + start + len(part), len(examples))
     # A loss that is not finite is null in the file.
@@ -222,17 +206,6 @@ def _target_loss(
     pairs = [(math.nan if row["loss"] is None else row["loss"], row["tokens"]) for row in rows]
     intervals = bootstrap(len(pairs), lambda drawn: {"loss": mean_loss([pairs[i] for i in drawn])})
     return {"value": mean_loss(pairs), "bootstrap": intervals["loss"]}
-
-
-def _losses(loaded: Loaded, task: Task, examples: Sequence[Example], style: str) -> list[tuple[float, int]]:
-    """(−log p, what it is spread over: tokens, or one class)."""
-    if not isinstance(task, ImageTask):
-        return target_losses(loaded, examples, style=style)
-    from nalora.tasks.clip import class_losses
-
-    return [
-        (loss, 1) for loss in class_losses(loaded.model, task.images_of(examples), loaded.processor.image_processor)
-    ]
 
 
 def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Records, report: Report) -> None:

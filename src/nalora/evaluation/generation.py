@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,10 @@ from nalora.evaluation.static_generation import write_greedily
 from nalora.models.attention import is_plain_decoder
 from nalora.models.positions import position_limit, refuse_longer
 from nalora.runs.encoding import Encoder
-from nalora.tasks import Example
+from nalora.tasks import Answer, Example
 
 # Tokens in which a stopping text is looked for: more than are written between two looks and the longest text together.
 _LATELY = 48
-
-
-class Answer(NamedTuple):
-    """What a model wrote for an example: one output for each turn, and how many tokens that took."""
-
-    example: Example
-    outputs: list[str]
-    tokens: int
-    finished: bool
 
 
 class Writer:

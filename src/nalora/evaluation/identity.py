@@ -14,7 +14,6 @@ from typing import Any
 from nalora.models.file_digest import digest_of_file
 from nalora.models.loading import NAMED, Loaded, ModelSpec, local_source
 from nalora.tasks import Example, Task
-from nalora.tasks.images import ImageTask
 
 # What a model or an adapter is made of besides its weights: its shape, its tokenizer, its template, its own code.
 _PARTS_OF_A_MODEL = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"})
@@ -101,11 +100,7 @@ def digest_of_model(path: Path) -> str:
 
 def digest_of_examples(task: Task, examples: Sequence[Example]) -> str:
     """By content, with the files of pictures, which examples only name."""
-    asked: list[Any] = [[each.id, each.prompt, each.target, each.follow_ups, dict(each.facts)] for each in examples]
-    if isinstance(task, ImageTask):
-        files = [each.image for each in task.images_of(examples)] if task.data_dir is not None else []
-        asked += [task.prompts(), [digest_of_file(file) for file in files]]
-    return _digest(asked)
+    return _digest(task.content(examples))
 
 
 def _digest(value: Any) -> str:

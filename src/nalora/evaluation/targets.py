@@ -16,7 +16,7 @@ from nalora.models.loading import Loaded, ModelSpec
 from nalora.models.target_modules import first_sentence
 from nalora.runs.conversion import converted
 from nalora.runs.folder import HELD_OUT, RunFolder
-from nalora.runs.inputs import as_asked, kind_of
+from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import FinishedRun, finished_run, refuse_unless_own
 from nalora.runs.settings import Removed, RunSettings, without_removed
@@ -83,13 +83,13 @@ def evaluate_target(
     options = without_removed(request.options or {})
     _refuse_unknown_options(request.task, options)
     if output is None:
-        place = Path("runs") / "evaluations" / as_a_name(target.strip("/")) / request.task
+        place = Path("runs") / "evaluations" / as_a_name(target.strip("/")) / tasks.name_of(request.task)
     else:
-        place = output / request.task / "model"
+        place = output / tasks.name_of(request.task) / "model"
     refuse_unusable(place)
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
-    loaded = as_asked(loading.load(settings.model_spec(kind_of(task, settings))), task)
+    loaded = task.prepare_model(loading.load(settings.model_spec(kind_of(task, settings))))
     style = request.style or "plain"
     asked = _Asked(task, task.test_examples(), style, options, request.data_dir)
     return {"model": _evaluate(loaded, asked, place, request, report)}
@@ -116,12 +116,12 @@ def _evaluate_run(
     if output is None:
         refuse_unless_own(finished.folder, finished.folder.evaluations.name)
     settings = run.settings if device is None else replace(run.settings, device=device)
-    own = request.task in (None, settings.task)
+    own = request.task is None or tasks.resolve(request.task) == tasks.resolve(settings.task)
     name = request.task or settings.task
     given = {**(run.task_options if own else {}), **(request.options or {})}
     _refuse_unknown_options(name, given)
     options = without_removed(given)
-    place = (output or finished.folder.evaluations) / name
+    place = (output or finished.folder.evaluations) / tasks.name_of(name)
     data_dir = request.data_dir or (settings.data_dir if own else None)
     task = tasks.get(name, data_dir=data_dir, **_with_record(name, options, place))
     if own and (request.options or request.data_dir):
@@ -135,7 +135,7 @@ def _evaluate_run(
         examples = task.test_examples()
     as_trained = own and options == run.task_options and style == settings.prompt_style
     asked = _Asked(task, examples, style, options, data_dir, as_trained and data_dir == settings.data_dir)
-    base = as_asked(loading.load(spec), task)
+    base = task.prepare_model(loading.load(spec))
     if request.with_base:
         yield "base", _evaluate(base, asked, place / "base", request, report)
     adapted = _adapted(base, spec, trained, task)
@@ -179,7 +179,7 @@ def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded
                 fix="train the run again",
             ) from error
         return Loaded(model, base.processor, spec)
-    return as_asked(loading.load(replace(spec, name=str(trained)), processor=base.processor), task)
+    return task.prepare_model(loading.load(replace(spec, name=str(trained)), processor=base.processor))
 
 
 class _Asked(NamedTuple):

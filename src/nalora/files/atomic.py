@@ -10,10 +10,10 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save as to_bytes
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Files and folders that this process created: a start that fails removes these and nothing else.
 _CREATED: set[str] = set()
@@ -68,6 +68,8 @@ def sync(path: Path) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors from any device as a safetensors file."""
+    from safetensors.torch import save as to_bytes
+
     write(path, to_bytes({name: each.cpu().contiguous() for name, each in tensors.items()}, metadata))
 
 

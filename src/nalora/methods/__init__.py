@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import pkgutil
-from importlib import import_module
 from pathlib import Path
 
 from nalora.errors import NALoRAError, did_you_mean
@@ -19,8 +17,7 @@ __all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
 @functools.cache
 def _known() -> dict[str, type[Method]]:
     """Every method of this package, found by what its modules call METHODS."""
-    modules = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
-    return {method.name: method for module in modules for method in getattr(module, "METHODS", ())}
+    return python_files.scan(__name__, __path__, "METHODS")
 
 
 def names() -> list[str]:
@@ -29,13 +26,16 @@ def names() -> list[str]:
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name, a tuner of PEFT's (``peft/gralora``), or the first of a Python file's METHODS.
+    """The method of that name, a tuner of PEFT's (``peft/gralora``), or one of a Python file's METHODS.
+
+    ``file.py`` is the first of them, ``file.py:lora-fa`` the one of that name.
 
     Raises:
         NALoRAError: no such method.
     """
-    if name.endswith(".py"):
-        return _of_file(Path(name))
+    if python_files.split(name):
+        method: type[Method] = python_files.entry("method", name, "METHODS")
+        return method
     if name.startswith(peft_tuners.PREFIX):
         return peft_tuners.method_of(name)
     if name not in _known():
@@ -53,16 +53,3 @@ def costs() -> dict[str, dict[str, float]]:
     """What methods cost as measured, in units of LoRA's step and memory; `benchmarks/methods_page.py` writes it."""
     measured: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("costs.json").read_text("utf-8"))
     return measured
-
-
-def _of_file(path: Path) -> type[Method]:
-    if not path.is_file():
-        raise NALoRAError(
-            f"method {str(path)!r}", found="no such file", expected="a method's Python file", fix="check it"
-        )
-    for method in getattr(python_files.load(path), "METHODS", ()):
-        found: type[Method] = method
-        return found
-    raise NALoRAError(
-        f"method {str(path)!r}", found="no METHODS in the file", expected="METHODS = (YourMethod,)", fix="add that line"
-    )

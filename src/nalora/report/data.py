@@ -73,7 +73,7 @@ class RunData:
     @property
     def task(self) -> str:
         """The task's name."""
-        return str(self.settings.get("task") or (self.result or {}).get("task") or "unknown task")
+        return str((self.result or {}).get("task") or self.settings.get("task") or "unknown task")
 
     def series(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Steps and values of a metric, where it was logged as a finite number."""

@@ -180,9 +180,11 @@ def _own_settings(task: str, settings: Mapping[str, Any]) -> str:
     """What a run's settings say of its own task."""
     from nalora import tasks
     from nalora.errors import NALoRAError
+    from nalora.files import python_files
 
     try:
-        options = tasks.options(task)
+        # A report runs no code of a run's: the options of a task in a Python file stay unknown.
+        options = [] if python_files.split(task) else tasks.options(task)
     except (NALoRAError, ImportError):
         options = []
     names = ("task", "data_dir", "prompt_style", *options)

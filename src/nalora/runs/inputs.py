@@ -1,4 +1,4 @@
-"""What a run trains and on what: the model as its task asks it, and the task's training set for it."""
+"""What a run trains and on what: the model as its task needs it, and the task's training set for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from nalora.errors import NALoRAError, counted
+from nalora.errors import counted
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
@@ -18,9 +18,7 @@ from nalora.models.positions import refuse_longer, trained_positions
 from nalora.runs.encoding import Collator, Encoder, TrainingRows, encode
 from nalora.runs.packed_examples import refuse_encoder_decoder, refuse_unless_kept_apart
 from nalora.runs.settings import RunSettings
-from nalora.tasks import Task
-from nalora.tasks.images import ImageTask
-from nalora.tasks.validation import hold_out, split_places
+from nalora.tasks import Example, Task, TrainingInputs
 
 # With CUDA graphs batches are padded to multiples of this: each length is captured for itself, within seconds.
 _GRAPH_MULTIPLE = 64
@@ -35,26 +33,6 @@ def kind_of(task: Task, settings: RunSettings) -> str:
         return task.models[0]
     wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
     return wanted if wanted in task.models else task.models[0]
-
-
-def as_asked(loaded: Loaded, task: Task) -> Loaded:
-    """The model as the task asks it: a CLIP becomes a classifier of the task's classes.
-
-    Raises:
-        NALoRAError: a task of pictures, and a model that sees none.
-    """
-    if isinstance(task, ImageTask):
-        from nalora.tasks.clip import classifier
-
-        if not hasattr(loaded.processor, "image_processor"):
-            raise NALoRAError(
-                f"task {task.name!r}",
-                found=f"{loaded.spec.name}, a model that sees no pictures",
-                expected="a CLIP model",
-                fix="give one with model=, or choose a task of texts (see `nalora tasks`)",
-            )
-        return classifier(loaded, task)
-    return loaded
 
 
 class RowDataset(Dataset[Any]):
@@ -94,25 +72,25 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
         NALoRAError: the data is not there or does not fit, or is to be packed for a model that mixes what is packed.
     """
     adapter = settings.adapter()
-    if isinstance(task, ImageTask):
-        from nalora.tasks import clip
+    if adapter.target_modules == "all-linear":
+        adapter = replace(adapter, target_modules=task.linear_layers)
 
-        if adapter.target_modules == "all-linear":
-            adapter = replace(adapter, target_modules=clip.TARGET_MODULES)
-        everything = task.training_images()
-        pictures: Sequence[Any] = everything.at(split_places(everything.ids, settings.validation_size)[0])
-        if settings.train_limit:
-            pictures = pictures[: settings.train_limit]
-        collator = clip.PictureCollator(loaded.processor.image_processor)
-        model = as_asked(loaded, task).model
-        return Material(model, RowDataset(pictures), collator, adapter, None, task.also_asked, task.not_compared)
+    def encoded(examples: Sequence[Example]) -> TrainingInputs:
+        return _encoded(examples, loaded, settings)
+
+    inputs = task.training_inputs(loaded, settings.validation_size, settings.train_limit, encoded)
+    model, dataset = task.prepare_model(loaded).model, RowDataset(inputs.rows)
+    return Material(model, dataset, inputs.collator, adapter, inputs.encoded, task.also_asked, task.not_compared)
+
+
+def _encoded(examples: Sequence[Example], loaded: Loaded, settings: RunSettings) -> TrainingInputs:
+    """Texts as rows of tokens, for a model that can read rows of their length."""
     if settings.packing:
         refuse_encoder_decoder(loaded.spec.kind)
         refuse_unless_kept_apart(loaded.model)
-    encoder = Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style)
     rows = encode(
-        hold_out(task.training_set(), settings.validation_size)[0],
-        encoder,
+        examples,
+        Encoder(loaded.processor, loaded.spec.kind, settings.prompt_style),
         settings.max_length,
         too_long=settings.too_long,
         packing=settings.packing,
@@ -128,8 +106,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
     # SDPA gives zeros for a row without any real token; of others some give NaN, and some do not run.
     blank = 0 if settings.attention in (None, "sdpa") else 1
     collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind, multiple, blank)
-    dataset = RowDataset(rows.rows)
-    return Material(loaded.model, dataset, collate, adapter, rows, task.also_asked, task.not_compared)
+    return TrainingInputs(rows.rows, collate, rows)
 
 
 def rows_summary(material: Material) -> dict[str, int | None]:

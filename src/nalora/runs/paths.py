@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nalora.files import python_files
+from nalora.runs.trust import CODE
+
 WORKING_DIRECTORY = "working_directory"
-# Settings that may be a path; a hub id, or a method's name, is no file there and stays what it is.
-_PATHS = ("model", "data_dir", "method", "on", "like")
+# Settings that may be a path; a hub id is no file there and stays what it is. So does the name of a method or a task.
+_PATHS = ("model", "data_dir", "like", *CODE)
 
 
 def working_directory(folder: Path) -> str:
@@ -34,8 +37,12 @@ def from_where_it_was_trained(given: Mapping[str, Any], folder: Path) -> dict[st
         return settings
     for name in _PATHS:
         value = settings.get(name)
-        if isinstance(value, str) and not Path(value).is_absolute() and _exists(started / value):
-            settings[name] = str(started / value)
+        python_file = python_files.split(value)
+        file = python_file[0] if python_file else value
+        if (name in CODE and not python_file) or not isinstance(file, str) or Path(file).is_absolute():
+            continue
+        if _exists(started / file):
+            settings[name] = str(started / str(value))
     return settings
 
 

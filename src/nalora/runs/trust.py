@@ -1,7 +1,8 @@
 """What a run's settings would execute: nothing of a folder that somebody else made runs without consent.
 
 `nalora train` runs what the user's own file names. A run's folder may come from anywhere, and commands that read one
-(evaluate, diagnose) would import its method's Python file and the code of its model. They refuse unless told --trust.
+(evaluate, diagnose) would import the Python files of its method and its task and the code of its model. They refuse
+without --trust.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, shortened
+from nalora.files import python_files
 
 # Whoever decides must see the whole path of what would run.
 _LONGEST = 400
 
-# Settings that name a method: by a name of nalora's own, or by a Python file that is then run.
-_METHODS = ("method", "on")
+# Settings that name a method or a task: by a name of nalora's own, or by a Python file that is then run.
+CODE = ("method", "on", "task")
 
 
 def consequences(given: Mapping[str, Any], folder: Path | None = None) -> dict[str, str]:
@@ -28,10 +30,9 @@ def consequences(given: Mapping[str, Any], folder: Path | None = None) -> dict[s
         folder: of the run; a file inside it may be written.
     """
     found: dict[str, str] = {}
-    for name in _METHODS:
-        value = given.get(name)
-        if isinstance(value, str) and value.endswith(".py"):
-            found[name] = f"run the Python file {shortened(value, _LONGEST)} ({name})"
+    for name in CODE:
+        if place := python_files.split(given.get(name)):
+            found[name] = f"run the Python file {shortened(place[0], _LONGEST)} ({name})"
     if given.get("trust_remote_code"):
         found["trust_remote_code"] = (
             f"run the Python code that comes with the model {shortened(str(given.get('model')), _LONGEST)}"
@@ -74,7 +75,7 @@ def refuse_untrusted(given: Mapping[str, Any], folder: Path, own: Mapping[str, A
 
 
 def refuse_untrusted_study(given: Mapping[str, Any], file: Path) -> None:
-    """Refuse to look at a study whose methods are Python files, which checking it would run.
+    """Refuse to look at a study whose methods or tasks are Python files, which checking it would run.
 
     Raises:
         NALoRAError: it names the files.
@@ -94,8 +95,8 @@ def _python_files(given: Any) -> Iterator[str]:
     if isinstance(given, Mapping):
         for name, value in given.items():
             values = value if isinstance(value, list) else [value]
-            if name in _METHODS:
-                yield from (each for each in values if isinstance(each, str) and each.endswith(".py"))
+            if name in CODE:
+                yield from (place[0] for value in values if (place := python_files.split(value)))
             for each in values:
                 yield from _python_files(each)
 

@@ -1,118 +1,119 @@
-"""Tasks by name: real data, and scoring that can be trusted."""
+"""Tasks by name, behind one interface: each module here may hold several, and so may a file of yours."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
-from nalora.tasks.task import Example, Scores, Task
+from nalora.files import python_files
+from nalora.tasks import gym
+from nalora.tasks.task import Answer, Example, Scores, Task, TrainingInputs
 
-__all__ = ["Example", "Scores", "Task", "described", "get", "names", "option_types", "options"]
+__all__ = [
+    "Answer", "Example", "Scores", "Task", "TrainingInputs", "described", "get", "name_of", "names", "option_types",
+    "options", "resolve",
+]  # fmt: skip
 
-# The module that knows a task; loaded when the task is asked for, since many bring packages of their own.
-_MODULES = {
-    "gsm8k": "math",
-    "humaneval": "code",
-    "mbpp": "code",
-    "mt-bench": "chat",
-    **dict.fromkeys(("mnli", "sst2", "cola", "qnli", "mrpc"), "glue"),
-    **dict.fromkeys(("cars", "dtd", "eurosat", "gtsrb", "resisc45", "sun397", "svhn"), "images"),
-    "digits": "images",
-}
-_GYM = "gym/"
+
+@functools.cache
+def _known() -> dict[str, type[Task]]:
+    """Every task of this package, found by what its modules call TASKS."""
+    return python_files.scan(__name__, __path__, "TASKS")
 
 
 def names() -> list[str]:
     """Every task by name; ``gym/FAMILY`` stands for all families of reasoning-gym."""
-    return [*_MODULES, f"{_GYM}FAMILY"]
+    return [*sorted(_known()), gym.Gym.name]
+
+
+def resolve(name: str) -> tuple[str, type[Task]]:
+    """The task's own name, and its class.
+
+    Args:
+        name: one of `names()`, ``gym/`` with a family, ``file.py`` for the first of a file's TASKS, or
+            ``file.py:my-task``.
+
+    Raises:
+        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
+    """
+    if python_files.split(name):
+        task: type[Task] = python_files.entry("task", name, "TASKS")
+        return task.name, task
+    if name.startswith(gym.PREFIX):
+        gym.refuse_unknown_family(name)
+        return name, gym.Gym
+    if name not in _known():
+        raise NALoRAError(
+            f"task {name!r}",
+            found="no task of that name",
+            expected=f"one of {', '.join(names())}, or a Python file with TASKS",
+            fix=did_you_mean(name, [*_known(), *(gym.PREFIX + each for each in gym.families())], "see `nalora tasks`"),
+        )
+    return name, _known()[name]
 
 
 def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
     """The task of that name.
 
     Args:
-        name: one of `names()`.
+        name: as in `resolve`.
         data_dir: a folder with the data set's files, in place of the hub.
         options: settings of the task itself, such as the training set.
 
     Raises:
         NALoRAError: no such task, an option it does not have, or data that is not there.
     """
-    make = import_module(module_of(name)).make
-    try:
-        task: Task = make(name, data_dir=data_dir, **options)
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
+    own_name, task = resolve(name)
+    known = option_types(name)
+    for option in options.keys() - known.keys():
         raise NALoRAError(
             f"task {name!r}",
-            found=str(error).partition(") ")[2] or str(error),
-            expected="options that the task has",
-            fix="see `nalora tasks` and the comments of the recipes",
-        ) from error
-    return task
+            found=f"no option {option!r}",
+            expected=f"options that the task has: {', '.join(known) or 'none'}",
+            fix=did_you_mean(option, known, "leave it out"),
+        )
+    taken = inspect.signature(task).parameters
+    of_all = {key: value for key, value in (("name", own_name), ("data_dir", data_dir)) if key in taken}
+    made = task(**of_all, **options)
+    made.name = own_name  # also of a subclass whose parent sets its own
+    return made
 
 
-def module_of(name: str) -> str:
-    """The module whose `make` gives the task.
+def name_of(name: str) -> str:
+    """The name that a task has in results: that of a Python file's task does not depend on where the file is.
 
     Raises:
         NALoRAError: no such task.
     """
-    if name.startswith(_GYM):
-        return "nalora.tasks.gym"
-    if name not in _MODULES:
-        from nalora.tasks.gym import families
-
-        raise NALoRAError(
-            f"task {name!r}",
-            found="no task of that name",
-            expected=f"one of {', '.join(names())}",
-            fix=did_you_mean(name, [*_MODULES, *(f"{_GYM}{each}" for each in families())], "see `nalora tasks`"),
-        )
-    return f"nalora.tasks.{_MODULES[name]}"
+    return resolve(name)[0]
 
 
 def options(name: str) -> list[str]:
     """The settings that the task has of its own.
 
     Raises:
-        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
+        NALoRAError: no such task.
     """
     return list(option_types(name))
 
 
 def option_types(name: str) -> dict[str, Any]:
-    """The same with the type of each.
+    """The same with the type of each: what its class takes besides the data's folder.
 
     Raises:
-        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
+        NALoRAError: no such task.
     """
-    module = import_module(module_of(name))
-    if name.startswith(_GYM):
-        module.refuse_unknown_family(name)
-    made_by = getattr(module, "TASK", module.make)
-    hints = typing.get_type_hints(made_by.__init__ if inspect.isclass(made_by) else made_by)
-    taken = inspect.signature(made_by).parameters
+    _, task = resolve(name)
+    hints = typing.get_type_hints(task.__init__)
+    taken = inspect.signature(task).parameters
     return {option: hints.get(option, Any) for option in taken if option not in ("name", "data_dir")}
 
 
 def described() -> list[tuple[str, str, str]]:
     """(name, what it is, measures) of every task, without loading its data."""
-    return [(name, *_DESCRIPTIONS[name if name in _DESCRIPTIONS else _MODULES.get(name, "gym")]) for name in names()]
-
-
-_DESCRIPTIONS = {
-    "gsm8k": ("grade-school math; learns MetaMathQA or GSM8K's own training set", "accuracy, accuracy_published"),
-    "humaneval": ("164 Python functions; learns CodeFeedback", "pass_at_1"),
-    "mbpp": ("500 short Python programs; learns CodeFeedback or MBPP's own", "pass_at_1"),
-    "mt-bench": ("80 conversations of two turns, judged by a model; learns WizardLM", "rating, 1 to 10"),
-    "glue": ("a GLUE task as text to text", "accuracy; mcc for CoLA, f1 for MRPC"),
-    "images": ("classes of pictures for a CLIP", "accuracy"),
-    "digits": ("scikit-learn's digits for a CLIP; no network", "accuracy"),
-    "gym": ("any family of reasoning-gym, with its own scorer; no network", "accuracy, score"),
-}
+    every: list[type[Task]] = [*(_known()[name] for name in sorted(_known())), gym.Gym]
+    return [(task.name, task.title, ", ".join(task.measures)) for task in every]

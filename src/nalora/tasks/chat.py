@@ -36,20 +36,47 @@ _REFUSALS = ("sorry", "as an ai")
 
 
 class MTBench(Task):
-    """The task; `make` says what the settings are."""
+    """The task.
+
+    Args:
+        data_dir: a folder with FastChat's judge_prompts.jsonl and reference answers, which scoring needs; its
+            question.jsonl and WizardLM's alpaca_evol_instruct_70k.json there take the place of the hub's.
+        judge_model: the judge's name on its server.
+        judge_url: an OpenAI-compatible server; OPENAI_BASE_URL, else OpenAI, by default. The key is OPENAI_API_KEY.
+        judge_tokens: the longest answer of the judge; one that is cut off is no verdict.
+        judge_timeout: seconds until an answer is given up.
+        judgements: a JSON-lines file that keeps what the judge said, so that a repeated run asks nothing twice.
+        limit: how many training examples are taken, from the first.
+
+    Raises:
+        NALoRAError: a `judge_timeout` that is no number of seconds.
+    """
 
     name = "mt-bench"
-    title = "MT-Bench"
+    title = "80 conversations of two turns, rated from 1 to 10 by a model; trains on WizardLM"
     # Papers on LoRA report the first turn. All three are on the judge's scale, 1 to 10.
     measures = ("rating_turn_1", "rating_turn_2", "rating")
     max_new_tokens = 1024
     stop = ("\n\n### Instruction:",)
     scoring_threads = 8
 
-    def __init__(self, data_dir: str | Path | None, judge: Judge, limit: int | None) -> None:
-        self.data_dir = data_dir
-        self.judge = judge
-        self.limit = limit
+    def __init__(
+        self,
+        data_dir: str | Path | None = None,
+        judge_model: str | None = None,
+        judge_url: str | None = None,
+        judge_tokens: int = 2048,
+        judge_timeout: float = 300.0,
+        judgements: str | Path | None = None,
+        limit: int | None = 52_000,
+    ) -> None:
+        if isinstance(judge_timeout, bool) or not isinstance(judge_timeout, (int, float)) or not judge_timeout > 0:
+            raise NALoRAError(
+                "judge_timeout", found=repr(judge_timeout), expected="seconds, more than 0", fix="leave it out for 300"
+            )
+        record = Judgements(judgements)
+        self.judge = Judge(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
+        self.data_dir, self.limit = data_dir, limit
 
     def train_examples(self) -> Sequence[Example]:
         """WizardLM's evolved instructions without refusals, in file order."""
@@ -214,34 +241,4 @@ def _next_turn(instruction: str) -> str:
     return f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 
 
-def make(
-    name: str,
-    *,
-    data_dir: str | Path | None = None,
-    judge_model: str | None = None,
-    judge_url: str | None = None,
-    judge_tokens: int = 2048,
-    judge_timeout: float = 300.0,
-    judgements: str | Path | None = None,
-    limit: int | None = 52_000,
-) -> MTBench:
-    """The task mt-bench.
-
-    Args:
-        name: "mt-bench".
-        data_dir: a folder with FastChat's judge_prompts.jsonl and reference answers, which scoring needs; its
-            question.jsonl and WizardLM's alpaca_evol_instruct_70k.json there take the place of the hub's.
-        judge_model: the judge's name on its server.
-        judge_url: an OpenAI-compatible server; OPENAI_BASE_URL, else OpenAI, by default. The key is OPENAI_API_KEY.
-        judge_tokens: the longest answer of the judge; one that is cut off is no verdict.
-        judge_timeout: seconds until an answer is given up.
-        judgements: a JSON-lines file that keeps what the judge said, so that a repeated run asks nothing twice.
-        limit: how many training examples are taken, from the first.
-    """
-    if isinstance(judge_timeout, bool) or not isinstance(judge_timeout, (int, float)) or not judge_timeout > 0:
-        raise NALoRAError(
-            "judge_timeout", found=repr(judge_timeout), expected="seconds, more than 0", fix="leave it out for 300"
-        )
-    record = Judgements(judgements)
-    judge = Judge(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
-    return MTBench(data_dir, judge, limit)
+TASKS = (MTBench,)

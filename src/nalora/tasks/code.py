@@ -38,7 +38,6 @@ class CodeTask(Task):
         train_set: "codefeedback", or "mbpp" for MBPP's own training split.
         limit: at most so many training examples, the first in file order.
         unsafe_code: run programs without isolation.
-        limits: what a program may use.
 
     Raises:
         NALoRAError: no training set of that name.
@@ -48,6 +47,8 @@ class CodeTask(Task):
     max_new_tokens = 512
     # A model that goes on after its answer begins the next exercise.
     stop = ("\n### Instruction:",)
+    # What a program may use.
+    limits = sandbox.Limits()
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class CodeTask(Task):
         train_set: str = "codefeedback",
         limit: int | None = 100_000,
         unsafe_code: bool = False,
-        limits: sandbox.Limits | None = None,
     ) -> None:
         if train_set not in _TRAIN_SETS:
             raise NALoRAError(
@@ -65,7 +65,7 @@ class CodeTask(Task):
                 fix="leave train_set out",
             )
         self.data_dir, self.train_set, self.limit = data_dir, train_set, limit
-        self.unsafe_code, self.limits = unsafe_code, limits or sandbox.Limits()
+        self.unsafe_code = unsafe_code
         # A program waits for its own process: so many at a time as there are cores, and never one alone.
         self.scoring_threads = max(2, os.cpu_count() or 2)
 
@@ -117,7 +117,7 @@ class HumanEval(CodeTask):
     """The 164 problems of HumanEval: complete a Python function from its signature and docstring."""
 
     name = "humaneval"
-    title = "HumanEval"
+    title = "164 Python functions; trains on CodeFeedback"
 
     def test_examples(self) -> Sequence[Example]:
         """All problems."""
@@ -139,7 +139,7 @@ class MBPP(CodeTask):
     """The 500 test problems of MBPP: write a function from a sentence and three assertions."""
 
     name = "mbpp"
-    title = "MBPP"
+    title = "500 short Python programs; trains on CodeFeedback or MBPP's own training set"
 
     def test_examples(self) -> Sequence[Example]:
         """The problems with task_id 11 to 510."""
@@ -152,18 +152,6 @@ class MBPP(CodeTask):
     def program(self, example: Example, output: str) -> str:
         """The whole program."""
         return whole_program(output)
-
-
-def make(
-    name: str,
-    data_dir: str | Path | None = None,
-    train_set: str = "codefeedback",
-    limit: int | None = 100_000,
-    unsafe_code: bool = False,
-) -> CodeTask:
-    """The task "humaneval" or "mbpp"; the options are those of `CodeTask`, and programs have the usual limits."""
-    kind = {"humaneval": HumanEval, "mbpp": MBPP}[name]
-    return kind(data_dir, train_set, limit, unsafe_code)
 
 
 def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
@@ -241,3 +229,6 @@ def _codefeedback_rows(task: str, data_dir: str | Path | None) -> Rows:
     if data_dir is None:
         return hub_rows(task, f"m-a-p/{_CODEFEEDBACK}", "train")
     return jsonl_rows(find_file(task, data_dir, (f"codefeedback/{_CODEFEEDBACK}.jsonl", f"{_CODEFEEDBACK}.jsonl")))
+
+
+TASKS = (HumanEval, MBPP)

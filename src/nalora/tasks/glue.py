@@ -2,91 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sources
 from nalora.tasks.task import Example, Scores, Task
 
 Prompt = Literal["t5", "decoder"]
-
-
-@dataclass(frozen=True)
-class _Set:
-    """One of the sets.
-
-    Args:
-        labels: the words T5 writes, at the number that the hub gives the label.
-        texts: what T5 calls each text, and the hub's column of it, in T5's order.
-        file_columns: the column in files of each column above, and of "label"; the same name where it is missing.
-        files: a training file and the test files that belong to it, read one after the other; the first such pair that
-            is there, since another pair may be split elsewhere.
-        header: the columns of files that do not name them.
-        test_split: the hub's; its "test" has no labels.
-        extra: a measure besides accuracy, of the label numbered 1.
-    """
-
-    title: str
-    labels: tuple[str, ...]
-    texts: dict[str, str]
-    file_columns: dict[str, str]
-    files: tuple[tuple[str, tuple[str, ...]], ...]
-    header: tuple[str, ...] | None = None
-    test_split: str = "validation"
-    extra: Literal["mcc", "f1"] | None = None
-
-
-_SETS = {
-    "mnli": _Set(
-        "MNLI, matched",
-        labels=("entailment", "neutral", "contradiction"),
-        texts={"hypothesis": "hypothesis", "premise": "premise"},
-        file_columns={"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
-        files=(("train.tsv", ("dev_matched.tsv",)),),
-        test_split="validation_matched",
-    ),
-    "sst2": _Set(
-        "SST-2",
-        labels=("negative", "positive"),
-        texts={"sentence": "sentence"},
-        file_columns={},
-        files=(("train.tsv", ("dev.tsv",)),),
-    ),
-    "cola": _Set(
-        "CoLA",
-        labels=("unacceptable", "acceptable"),
-        texts={"sentence": "sentence"},
-        file_columns={},
-        # The two test files together are the hub's validation split.
-        files=(
-            ("in_domain_train.tsv", ("in_domain_dev.tsv", "out_of_domain_dev.tsv")),
-            ("train.tsv", ("dev.tsv",)),
-        ),
-        header=("source", "label", "mark", "sentence"),
-        extra="mcc",
-    ),
-    "qnli": _Set(
-        "QNLI",
-        labels=("entailment", "not_entailment"),
-        texts={"question": "question", "sentence": "sentence"},
-        file_columns={},
-        files=(("train.tsv", ("dev.tsv",)),),
-    ),
-    "mrpc": _Set(
-        "MRPC",
-        labels=("not_equivalent", "equivalent"),
-        texts={"sentence1": "sentence1", "sentence2": "sentence2"},
-        file_columns={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
-        # The corpus' own test file; the hub's 408 validation rows are another split, cut from its training file.
-        files=(("msr_paraphrase_train.txt", ("msr_paraphrase_test.txt",)), ("train.tsv", ("dev.tsv",))),
-        extra="f1",
-    ),
-}
 
 
 class GLUE(Task):
@@ -96,7 +23,6 @@ class GLUE(Task):
     "mcc" (CoLA) and "f1" (MRPC, of "equivalent") are no means over examples, so `score` does not give them.
 
     Args:
-        name: mnli, sst2, cola, qnli or mrpc.
         data_dir: a folder with the files, or with folders ``NAME`` or ``glue/NAME`` of them; the hub if left out.
         prompt: "t5" is T5's format; "decoder" adds a line that a decoder can go on from.
 
@@ -108,14 +34,26 @@ class GLUE(Task):
     # Enough for the longest label, "not_entailment", in any vocabulary we know; what is longer is no label.
     max_new_tokens = 10
     stop = ("\n",)
+    measures: tuple[str, ...] = ("accuracy", "answered")
+    # The words T5 writes, at the number that the hub gives the label.
+    labels: tuple[str, ...]
+    # What T5 and the hub call each text, in T5's order.
+    texts: tuple[str, ...] = ("sentence",)
+    # The column in files of each column above, and of "label"; the same name where it is missing.
+    file_columns: ClassVar[Mapping[str, str]] = {}
+    # A training file and the test files that belong to it, read one after the other; the first such pair that is there,
+    # since another pair may be split elsewhere.
+    files: tuple[tuple[str, tuple[str, ...]], ...] = (("train.tsv", ("dev.tsv",)),)
+    # The columns of files that do not name them.
+    header: tuple[str, ...] | None = None
+    # The hub's; its "test" has no labels.
+    test_split = "validation"
 
-    def __init__(self, name: str, data_dir: str | Path | None = None, prompt: Prompt = "t5") -> None:
+    def __init__(self, data_dir: str | Path | None = None, prompt: Prompt = "t5") -> None:
         if prompt not in ("t5", "decoder"):
-            raise NALoRAError(f"{name}, prompt", found=repr(prompt), expected="t5 or decoder", fix="give one of these")
-        self.name, self.data_dir, self.prompt = name, data_dir, prompt
-        self._set = _SETS[name]
-        self.title = self._set.title
-        self.measures = ("accuracy", *([self._set.extra] if self._set.extra else []), "answered")
+            where = f"{self.name}, prompt"
+            raise NALoRAError(where, found=repr(prompt), expected="t5 or decoder", fix="give one of these")
+        self.data_dir, self.prompt = data_dir, prompt
 
     def train_examples(self) -> Sequence[Example]:
         """The training split, in file order.
@@ -126,10 +64,10 @@ class GLUE(Task):
         if self.data_dir is None:
             return self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
         (file,) = self._files(self.data_dir, "train")
-        rows = sources.tsv_rows(file, self._set.header)
+        rows = sources.tsv_rows(file, self.header)
         if self.name == "mrpc":
             rows = _without_repeated_ids(rows)
-        return self._examples("train", rows, self._set.file_columns)
+        return self._examples("train", rows, self.file_columns)
 
     def test_examples(self) -> Sequence[Example]:
         """The hub's validation split, or the labelled test file of a folder, in file order.
@@ -138,31 +76,31 @@ class GLUE(Task):
             NALoRAError: the data is not there, or is something else.
         """
         if self.data_dir is None:
-            rows = sources.hub_rows(self.name, "nyu-mll/glue", self._set.test_split, self.name)
+            rows = sources.hub_rows(self.name, "nyu-mll/glue", self.test_split, self.name)
             return self._examples("test", rows, {})
         files = self._files(self.data_dir, "test")
-        rows = [row for file in files for row in sources.tsv_rows(file, self._set.header)]
-        return self._examples("test", rows, self._set.file_columns)
+        rows = [row for file in files for row in sources.tsv_rows(file, self.header)]
+        return self._examples("test", rows, self.file_columns)
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """Whether the answer is the label's word, and whether it is any label's."""
         answer = outputs[0].strip()
         return {
             "accuracy": float(answer == example.facts["label"]),
-            "answered": float(answer in self._set.labels),
+            "answered": float(answer in self.labels),
         }
 
     def summarise(self, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, float]:
         """The means, and the set's own measure over all answers."""
-        summary = {name: sum(each[name] for each in scores) / len(scores) for name in ("accuracy", "answered")}
-        if self._set.extra:
+        own: dict[str, Callable[..., float]] = {"mcc": mcc, "f1": functools.partial(f1, positive=self.labels[1])}
+
+        def measured(name: str) -> float:
+            if name not in own:
+                return sum(each[name] for each in scores) / len(scores)
             labels = [example.facts["label"] for example in examples]
-            answers = [self._answer(*pair) for pair in zip(labels, scores, strict=True)]
-            positive = self._set.labels[1]
-            summary[self._set.extra] = (
-                mcc(labels, answers) if self._set.extra == "mcc" else f1(labels, answers, positive)
-            )
-        return {name: summary[name] for name in self.measures}
+            return own[name](labels, [self._answer(*pair) for pair in zip(labels, scores, strict=True)])
+
+        return {name: measured(name) for name in self.measures}
 
     def chance(self, examples: Sequence[Example]) -> dict[str, float]:
         """The accuracy of always giving the commonest label."""
@@ -173,7 +111,7 @@ class GLUE(Task):
         """The label that was given: sets with a measure of their own have two, so a wrong one is the other."""
         if scores["accuracy"]:
             return label
-        return next(word for word in self._set.labels if word != label) if scores["answered"] else None
+        return next(word for word in self.labels if word != label) if scores["answered"] else None
 
     def _files(self, data_dir: str | Path, split: Literal["train", "test"]) -> list[Path]:
         """The files of a split, out of the first pair that is there; where none is whole, the part that is.
@@ -181,7 +119,7 @@ class GLUE(Task):
         Raises:
             NALoRAError: the files are not there, or training and test file are not of one pair.
         """
-        pairs = self._set.files
+        pairs = self.files
         train = [name for name, _ in pairs if self._is_there(data_dir, name)]
         test = [names[0] for _, names in pairs if self._is_there(data_dir, names[0])]
         whole = [pair for pair in pairs if pair[0] in train and pair[1][0] in test]
@@ -210,11 +148,11 @@ class GLUE(Task):
     def _folders(self) -> tuple[str, ...]:
         return f"glue/{self.name}/", f"{self.name}/", ""
 
-    def _examples(self, split: str, rows: sources.Rows, columns: dict[str, str]) -> list[Example]:
+    def _examples(self, split: str, rows: sources.Rows, columns: Mapping[str, str]) -> list[Example]:
         examples = []
         for index, row in enumerate(rows):
             where = f"{self.name} {split}, row {index}"
-            texts = {word: _column(row, columns.get(name, name), where) for word, name in self._set.texts.items()}
+            texts = {name: _column(row, columns.get(name, name), where) for name in self.texts}
             label = self._label(_column(row, columns.get("label", "label"), where), where)
             question = f"{self.name} " + " ".join(f"{word}: {text.strip()}" for word, text in texts.items())
             # A line break before the label is a token of its own; a space would be part of the label's.
@@ -224,7 +162,7 @@ class GLUE(Task):
         return examples
 
     def _label(self, value: str, where: str) -> str:
-        labels = self._set.labels
+        labels = self.labels
         if value.isdecimal() and int(value) < len(labels):
             return labels[int(value)]
         if value in labels:
@@ -235,15 +173,6 @@ class GLUE(Task):
             expected=f"one of {', '.join(labels)} or its number",
             fix="use a split with labels: GLUE keeps those of its test split secret",
         )
-
-
-# Whose settings a run may give.
-TASK = GLUE
-
-
-def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
-    """The GLUE task of that name; the options are those of `GLUE`."""
-    return GLUE(name, data_dir, **options)
 
 
 def mcc(labels: Sequence[str], answers: Sequence[str | None]) -> float:
@@ -286,3 +215,58 @@ def _column(row: dict[str, Any], name: str, where: str) -> str:
             fix="fetch the file again, or give another data_dir",
         )
     return str(value)
+
+
+class MNLI(GLUE):
+    """Whether one sentence follows from another."""
+
+    name, title = "mnli", "GLUE's MNLI (matched) as text to text"
+    labels = ("entailment", "neutral", "contradiction")
+    texts = ("hypothesis", "premise")
+    file_columns: ClassVar = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+    files = (("train.tsv", ("dev_matched.tsv",)),)
+    test_split = "validation_matched"
+
+
+class SST2(GLUE):
+    """The sentiment of a sentence."""
+
+    name, title = "sst2", "GLUE's SST-2 as text to text"
+    labels = ("negative", "positive")
+
+
+class CoLA(GLUE):
+    """Whether a sentence is acceptable."""
+
+    name, title = "cola", "GLUE's CoLA as text to text"
+    measures = ("accuracy", "mcc", "answered")
+    labels = ("unacceptable", "acceptable")
+    # The two test files together are the hub's validation split.
+    files = (
+        ("in_domain_train.tsv", ("in_domain_dev.tsv", "out_of_domain_dev.tsv")),
+        ("train.tsv", ("dev.tsv",)),
+    )
+    header = ("source", "label", "mark", "sentence")
+
+
+class QNLI(GLUE):
+    """Whether a sentence answers a question."""
+
+    name, title = "qnli", "GLUE's QNLI as text to text"
+    labels = ("entailment", "not_entailment")
+    texts = ("question", "sentence")
+
+
+class MRPC(GLUE):
+    """Whether two sentences say the same."""
+
+    name, title = "mrpc", "GLUE's MRPC as text to text"
+    measures = ("accuracy", "f1", "answered")
+    labels = ("not_equivalent", "equivalent")
+    texts = ("sentence1", "sentence2")
+    file_columns: ClassVar = {"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"}
+    # The corpus' own test file; the hub's 408 validation rows are another split, cut from its training file.
+    files = (("msr_paraphrase_train.txt", ("msr_paraphrase_test.txt",)), ("train.tsv", ("dev.tsv",)))
+
+
+TASKS = (MNLI, SST2, CoLA, QNLI, MRPC)

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
@@ -38,6 +37,7 @@ _NONSENSE = "qqq"
 _CHECKED = 20
 
 Entry = dict[str, Any]
+PREFIX = "gym/"
 
 
 class Gym(Task):
@@ -59,6 +59,8 @@ class Gym(Task):
             or reasoning-gym is not installed.
     """
 
+    name = "gym/FAMILY"
+    title = "any family of reasoning-gym, with its own scorer; no network"
     measures = ("accuracy", "score")
     models = ("causal", "seq2seq")
 
@@ -73,7 +75,6 @@ class Gym(Task):
         unsafe_code: bool = False,
     ) -> None:
         self.name, self.family = name, name.partition("/")[2]
-        self.title = f"reasoning-gym {self.family}"
         self.max_new_tokens = max_new_tokens
         self._check("train_size", train_size, 1, _APART)
         self._check("test_size", test_size, 1, _APART)
@@ -277,15 +278,6 @@ class Gym(Task):
 
     def _refuse(self, found: str) -> None:
         raise NALoRAError(self.name, found=found, expected="a score that can be trusted", fix="use another family")
-
-
-# Whose settings a run may give.
-TASK = Gym
-
-
-def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
-    """The family after ``gym/``; the options are those of `Gym`, and data_dir is not needed."""
-    return Gym(name, **options)
 
 
 def refuse_unknown_family(name: str) -> None:

@@ -3,148 +3,52 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 from nalora.errors import NALoRAError
-from nalora.tasks.image_contents import Contents, contents_of_column, contents_of_images, not_in_test
-from nalora.tasks.task import Example, ModelKind, Scores, Task
+from nalora.models.file_digest import digest_of_file
+from nalora.tasks.image_contents import not_in_test
+from nalora.tasks.pictures import Picture, Pictures, digits, from_folder, from_hub
+from nalora.tasks.task import Answer, Example, ModelKind, Scores, Task, TrainingInputs
+from nalora.tasks.validation import split_places
+
+if TYPE_CHECKING:
+    from nalora.models.loading import Loaded
 
 # The hub's data set and, where it has several parts, the part; all have a train and a test split.
 _HUB = {
-    "cars": ("tanganke/stanford_cars", None),
-    "dtd": ("tanganke/dtd", None),
-    "eurosat": ("tanganke/eurosat", None),
-    "gtsrb": ("tanganke/gtsrb", None),
-    "resisc45": ("tanganke/resisc45", None),
-    "sun397": ("tanganke/sun397", None),
-    "svhn": ("ufldl-stanford/svhn", "cropped_digits"),
+    "cars": ("Stanford Cars", "tanganke/stanford_cars", None),
+    "dtd": ("Describable Textures", "tanganke/dtd", None),
+    "eurosat": ("EuroSAT", "tanganke/eurosat", None),
+    "gtsrb": ("German traffic signs", "tanganke/gtsrb", None),
+    "resisc45": ("RESISC45", "tanganke/resisc45", None),
+    "sun397": ("SUN397", "tanganke/sun397", None),
+    "svhn": ("Street View house numbers", "ufldl-stanford/svhn", "cropped_digits"),
 }
-_IMAGE_COLUMN, _LABEL_COLUMN = "image", "label"
-_TITLES = {
-    "cars": "Stanford Cars",
-    "dtd": "Describable Textures",
-    "eurosat": "EuroSAT",
-    "gtsrb": "German traffic signs",
-    "resisc45": "RESISC45",
-    "sun397": "SUN397",
-    "svhn": "Street View house numbers",
-    "digits": "Handwritten digits, 8×8",
-}
-_PROMPT = "a photo of a {}."
-_PROMPTS = {"digits": "a photo of the number {}."}
-
-_IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"})
-_DIGITS_IN_TEST = 297  # of 1,797, drawn once for all by this seed
-_DIGITS_SEED = 0
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One image and the number of its class.
-
-    Args:
-        id: names it in files of outputs; stable over runs and machines.
-        image: a PIL image, or the path of a file.
-        label: its place in the task's `classes`.
-    """
-
-    id: str
-    image: Any
-    label: int
-
-    def rgb(self) -> Any:
-        """The PIL image in three channels.
-
-        Raises:
-            NALoRAError: the file is no image.
-        """
-        if not isinstance(self.image, Path):
-            return self.image.convert("RGB")
-        from PIL import Image
-
-        try:
-            with Image.open(self.image) as image:
-                return image.convert("RGB")
-        except OSError as error:
-            raise NALoRAError(
-                str(self.image),
-                found=f"no readable image ({error})",
-                expected="an image file",
-                fix="fetch the file again, or take it out of the folder",
-            ) from error
-
-
-class Pictures(Sequence[Picture]):
-    """A split; images of the hub are decoded when they are asked for, since SUN397 as pixels takes tens of gigabytes.
-
-    Args:
-        ids: one for each image.
-        images: PIL images or paths, in the same order.
-        labels: in the same order.
-        contents: gives the images' bytes, by which copies are found; from the images themselves by default.
-    """
-
-    def __init__(
-        self,
-        ids: Sequence[str],
-        images: Sequence[Any],
-        labels: Sequence[int],
-        contents: Callable[[], Contents] | None = None,
-    ) -> None:
-        self.ids, self.images, self.labels = ids, images, labels
-        self.contents = contents or functools.partial(contents_of_images, images)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @overload
-    def __getitem__(self, index: int) -> Picture: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Picture]: ...
-    def __getitem__(self, index: int | slice) -> Picture | list[Picture]:
-        place = range(len(self))[index]
-        if isinstance(place, range):
-            return [self[each] for each in place]
-        return Picture(self.ids[place], self.images[place], self.labels[place])
-
-    def at(self, places: Sequence[int]) -> Pictures:
-        """Those at these places, still not decoded."""
-        return Pictures(
-            [self.ids[place] for place in places], _At(self.images, places), [self.labels[place] for place in places]
-        )
-
-
-class _At(Sequence[Any]):
-    """The items at some places of a sequence, each fetched when it is asked for."""
-
-    def __init__(self, items: Sequence[Any], places: Sequence[int]) -> None:
-        self.items, self.places = items, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.items[self.places[index]]
+# How many pictures are classified between two writes of a file of answers.
+_BATCH = 512
 
 
 class ImageTask(Task):
-    """Classification of images by a CLIP model: `train_images` and `test_images` go to `nalora.tasks.clip`.
+    """Classification of images by a CLIP model (`nalora.models.clip`); an answer is the name of a class.
 
-    As any task's, an example can be scored: what was "written" is then the name of the class that was chosen.
+    Args:
+        data_dir: a folder with train/CLASS/*.png and test/CLASS/*.png in place of the hub's (or scikit-learn's)
+            images; folders are named as CLIP shall read the class, with _ for a space.
     """
 
     measures = ("accuracy",)
     models: tuple[ModelKind, ...] = ("clip",)
+    # Every linear layer of the vision tower and the projection after it; in a whole CLIPModel the same and no more.
+    linear_layers = r"vision_model\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|visual_projection"
+    prompt = "a photo of a {}."
 
-    def __init__(self, name: str, data_dir: str | Path | None) -> None:
-        self.name = name
-        self.title = _TITLES[name]
-        self.data_dir = Path(data_dir).expanduser() if data_dir is not None else None
+    def __init__(self, data_dir: str | Path | None = None) -> None:
+        self.data_dir: Path | None = Path(data_dir).expanduser() if data_dir is not None else None
 
     @property
     def classes(self) -> list[str]:
@@ -153,7 +57,7 @@ class ImageTask(Task):
 
     def prompts(self) -> list[str]:
         """What CLIP's text tower reads for each class."""
-        return [_PROMPTS.get(self.name, _PROMPT).format(each) for each in self.classes]
+        return [self.prompt.format(name) for name in self.classes]
 
     def train_images(self) -> Pictures:
         """The training split as it is, in a fixed order; see `training_images`."""
@@ -214,106 +118,74 @@ class ImageTask(Task):
     @functools.cached_property
     def _data(self) -> tuple[list[str], Pictures, Pictures]:
         """(classes, training split, test split)."""
-        if self.data_dir is not None:
-            return _from_folder(self.name, self.data_dir)
-        return _digits() if self.name == "digits" else _from_hub(self.name)
+        return from_folder(self.name, self.data_dir) if self.data_dir is not None else self._download()
 
+    def _download(self) -> tuple[list[str], Pictures, Pictures]:
+        return from_hub(self.name, *_HUB[self.name][1:])
 
-def _from_folder(task: str, folder: Path) -> tuple[list[str], Pictures, Pictures]:
-    """The splits `train` and `test`, in each a folder of images for every class."""
-    names = sorted(each.name for each in (folder / "train").glob("*") if each.is_dir())
-    strangers = {each.name for each in (folder / "test").glob("*") if each.is_dir()} - set(names)
-    if strangers:
-        raise NALoRAError(
-            f"{folder / 'test'}",
-            found=f"classes that train has not: {', '.join(sorted(strangers)[:5])}",
-            expected="the classes of train",
-            fix="name the folders of both splits alike",
-        )
-    splits = []
-    for split in ("train", "test"):
-        files = [
-            (file, label)
-            for label, name in enumerate(names)
-            for file in sorted((folder / split / name).glob("*"))
-            if file.suffix.lower() in _IMAGE_FILES
-        ]
-        if not files:
+    def prepare_model(self, loaded: Loaded) -> Loaded:
+        """The CLIP as a classifier of the task's classes, on the same weights.
+
+        Raises:
+            NALoRAError: a model that sees no pictures.
+        """
+        from nalora.models.clip import CLIPClassifier
+
+        if not hasattr(loaded.processor, "image_processor"):
             raise NALoRAError(
-                task,
-                found=f"no images in {folder / split}",
-                expected=f"{folder / split}/CLASS/*.png (or {', '.join(sorted(_IMAGE_FILES - {'.png'}))})",
-                fix="give the folder that holds train and test as data_dir, or leave data_dir out",
+                f"task {self.name!r}",
+                found=f"{loaded.spec.name}, a model that sees no pictures",
+                expected="a CLIP model",
+                fix="give one with model=, or choose a task of texts (see `nalora tasks`)",
             )
-        ids = [file.relative_to(folder).as_posix() for file, _ in files]
-        splits.append(Pictures(ids, [file for file, _ in files], [label for _, label in files]))
-    return [_words(name) for name in names], splits[0], splits[1]
+        model = CLIPClassifier(loaded.model, loaded.processor.tokenizer, self.prompts())
+        return replace(loaded, model=model.eval())
 
+    def training_inputs(
+        self, loaded: Loaded, validation_size: int, limit: int | None, encode: Any = None
+    ) -> TrainingInputs:
+        """The training images without those held out for validation; the processor makes pixels of them in batches."""
+        from nalora.models.clip import PictureCollator
 
-def _from_hub(task: str) -> tuple[list[str], Pictures, Pictures]:
-    path, part = _HUB[task]
-    try:
-        import datasets
-
-        loaded = {split: datasets.load_dataset(path, part, split=split) for split in ("train", "test")}
-    except ImportError as error:
-        raise NALoRAError(
-            task,
-            found=f"no package `{error.name}`",
-            expected="datasets and pillow, to read the hub's images",
-            fix="pip install datasets pillow, or give data_dir=FOLDER",
-        ) from error
-    except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
-        raise NALoRAError(
-            task,
-            found=f"no dataset {path!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            expected="its splits train and test from the hub",
-            fix="check the network and `hf auth login`, or give data_dir=FOLDER with train/CLASS/*.png and test/…",
-        ) from error
-    train, test = (
-        Pictures(
-            [f"{task}/{split}/{number}" for number in range(len(rows))],
-            rows[_IMAGE_COLUMN],
-            list(rows[_LABEL_COLUMN]),
-            functools.partial(contents_of_column, rows, _IMAGE_COLUMN),
+        images = self.training_images()
+        pictures: Sequence[Picture] = images.at(split_places(images.ids, validation_size)[0])
+        return TrainingInputs(
+            pictures[:limit] if limit else pictures, PictureCollator(loaded.processor.image_processor)
         )
-        for split, rows in loaded.items()
-    )
-    return [_words(name) for name in loaded["train"].features[_LABEL_COLUMN].names], train, test
+
+    def answers(self, loaded: Loaded, examples: Sequence[Example], generate: Any = None) -> Iterator[list[Answer]]:
+        """The class of each image."""
+        from nalora.models.clip import classify
+
+        for start in range(0, len(examples), _BATCH):
+            part = examples[start : start + _BATCH]
+            labels = classify(loaded.model, self.images_of(part), loaded.processor.image_processor)
+            yield [Answer(each, [self.classes[label]], 0, True) for each, label in zip(part, labels, strict=True)]
+
+    def losses(self, loaded: Loaded, examples: Sequence[Example], text_losses: Any = None) -> list[tuple[float, int]]:
+        """(−log p of the class, 1) of each image."""
+        from nalora.models.clip import class_losses
+
+        losses = class_losses(loaded.model, self.images_of(examples), loaded.processor.image_processor)
+        return [(loss, 1) for loss in losses]
+
+    def content(self, examples: Sequence[Example]) -> list[Any]:
+        """With the prompts of the classes and the files' own content, which examples only name."""
+        files = [each.image for each in self.images_of(examples)] if self.data_dir is not None else []
+        return [*super().content(examples), self.prompts(), [digest_of_file(file) for file in files]]
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+class Digits(ImageTask):
+    """scikit-learn's handwritten digits."""
+
+    name, title = "digits", "scikit-learn's digits, 8×8 pictures for a CLIP; no network"
+    prompt = "a photo of the number {}."
+
+    def _download(self) -> tuple[list[str], Pictures, Pictures]:
+        return digits()
 
 
-def _digits() -> tuple[list[str], Pictures, Pictures]:
-    try:
-        from PIL import Image
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise NALoRAError(
-            "digits",
-            found=f"no package `{error.name}`",
-            expected="scikit-learn, which carries the images, and pillow",
-            fix="pip install scikit-learn pillow",
-        ) from error
-    digits = load_digits()
-    # Ink from 0 to 16 in steps of one.
-    images = [Image.fromarray((each * (255 / 16)).astype("uint8")) for each in digits.images]
-    chosen = set(random.Random(_DIGITS_SEED).sample(range(len(images)), _DIGITS_IN_TEST))
-    splits = [
-        Pictures([f"digits/{i}" for i in places], [images[i] for i in places], [int(digits.target[i]) for i in places])
-        for places in ([i for i in range(len(images)) if i not in chosen], sorted(chosen))
-    ]
-    return [str(name) for name in digits.target_names], splits[0], splits[1]
-
-
-def make(name: str, *, data_dir: str | Path | None = None) -> ImageTask:
-    """An image task.
-
-    Args:
-        name: one of cars, dtd, eurosat, gtsrb, resisc45, sun397, svhn, digits.
-        data_dir: a folder with train/CLASS/*.png and test/CLASS/*.png in place of the hub's (or scikit-learn's)
-            images; folders are named as CLIP shall read the class, with _ for a space.
-    """
-    return ImageTask(name, data_dir)
+TASKS = (
+    *(type(name, (ImageTask,), {"name": name, "title": f"{_HUB[name][0]}, pictures for a CLIP"}) for name in _HUB),
+    Digits,
+)

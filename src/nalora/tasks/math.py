@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sources
@@ -49,7 +49,7 @@ class GSM8K(Task):
     """
 
     name = "gsm8k"
-    title = "GSM8K"
+    title = "grade-school math; trains on MetaMathQA or GSM8K's own training set"
     measures = ("accuracy", "accuracy_published")
     max_new_tokens = 512
     # A model that never learnt to stop goes on with a question of its own.
@@ -134,15 +134,6 @@ class GSM8K(Task):
         return Example(id, self._prompt(question), target, facts=facts, question=question)
 
 
-# Whose settings a run may give.
-TASK = GSM8K
-
-
-def make(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
-    """GSM8K; the options are those of `GSM8K`."""
-    return GSM8K(data_dir, **options)
-
-
 def _holds_training(data_dir: str | Path) -> bool:
     folder = Path(data_dir).expanduser()
     return any((folder / file).is_file() for file in _GSM8K["train"])
@@ -158,3 +149,6 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise NALoRAError(
             f"gsm8k, {option}", found=repr(value), expected=f"one of {', '.join(choices)}", fix="give one of these"
         )
+
+
+TASKS = (GSM8K,)

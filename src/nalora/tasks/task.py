@@ -1,13 +1,18 @@
-"""What a task is: examples to learn from, questions to ask, and a way to score what was written."""
+"""What a task is: examples to train on, test questions, and a way to score the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nalora.errors import NALoRAError
 from nalora.tasks.overlap import not_asked, question_key
+from nalora.tasks.validation import hold_out
+
+if TYPE_CHECKING:
+    from nalora.models.loading import Loaded
 
 # Text tasks are written by decoders ("causal") or encoder-decoders ("seq2seq"); "clip" tasks choose a class of images.
 ModelKind = Literal["causal", "seq2seq", "clip"]
@@ -41,14 +46,35 @@ class Example:
 Scores = dict[str, float]
 
 
-class Task:
-    """A family member, made by name with `nalora.tasks.get`.
+class Answer(NamedTuple):
+    """A model's answer to an example: one output for each turn, and how many tokens that took."""
 
-    A subclass sets the fields, gives `train_examples`, `test_examples` and `score`, and overrides `summarise`
-    only for measures that are no mean over examples.
+    example: Example
+    outputs: list[str]
+    tokens: int
+    finished: bool
+
+
+class TrainingInputs(NamedTuple):
+    """What a model is trained on: rows, what makes a batch of them, and of texts how they were encoded."""
+
+    rows: Sequence[Any]
+    collator: Any
+    encoded: Any = None
+
+
+class Task:
+    """A task, made by name with `nalora.tasks.get`.
+
+    A subclass sets the fields, implements `train_examples`, `test_examples` and `score`, and overrides `summarise`
+    only for measures that are no mean over examples. The parameters of its `__init__` are settings of a run.
+
+    Args:
+        data_dir: a folder with the data set's files, in place of the hub.
     """
 
     name: str
+    # What it is, for the list of tasks.
     title: str
     # The measure that decides, then the others; `score` gives all of them.
     measures: tuple[str, ...] = ("accuracy",)
@@ -62,6 +88,11 @@ class Task:
     not_compared: str | None = None
     # How many examples may be scored at the same time: more than one where scoring waits for others.
     scoring_threads: int = 1
+    # What the setting ``target_modules: all-linear`` stands for in its models.
+    linear_layers: str = "all-linear"
+
+    def __init__(self, data_dir: str | Path | None = None) -> None:
+        self.data_dir = data_dir
 
     def train_examples(self) -> Sequence[Example]:
         """The training data as it is, in a fixed order; some of it may be in the test set too, see `training_set`."""
@@ -152,3 +183,55 @@ class Task:
                 expected="only questions that it was not trained on",
                 fix="leave the options and data_dir out, or train a run with the same",
             )
+
+    # The modality. Here it is text; a task of anything else, such as pictures, overrides what follows.
+
+    def prepare_model(self, loaded: Loaded) -> Loaded:
+        """The model as the task trains and evaluates it.
+
+        Raises:
+            NALoRAError: a model of another kind.
+        """
+        return loaded
+
+    def training_inputs(
+        self,
+        loaded: Loaded,
+        validation_size: int,
+        limit: int | None,
+        encode: Callable[[Sequence[Example]], TrainingInputs],
+    ) -> TrainingInputs:
+        """The training set without what is held out for validation, as rows for the model.
+
+        Args:
+            loaded: the model.
+            validation_size: how many examples are held out.
+            limit: at most so many examples.
+            encode: makes rows of tokens, at most `limit`.
+        """
+        return encode(hold_out(self.training_set(), validation_size)[0])
+
+    def answers(
+        self, loaded: Loaded, examples: Sequence[Example], generate: Callable[[], Iterator[list[Answer]]]
+    ) -> Iterator[list[Answer]]:
+        """The model's answers to these examples, a batch at a time, in any order.
+
+        Args:
+            loaded: the model.
+            examples: what to answer.
+            generate: writes them as text.
+        """
+        return generate()
+
+    def losses(
+        self,
+        loaded: Loaded,
+        examples: Sequence[Example],
+        text_losses: Callable[[Sequence[Example]], list[tuple[float, int]]],
+    ) -> list[tuple[float, int]]:
+        """(−log p of the target, the number of tokens it is the sum over) of each example."""
+        return text_losses(examples)
+
+    def content(self, examples: Sequence[Example]) -> list[Any]:
+        """All that these examples consist of, as JSON can write it: other content is another evaluation."""
+        return [[each.id, each.prompt, each.target, each.follow_ups, dict(each.facts)] for each in examples]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nalora.errors import NALoRAError
-from nalora.tasks.task import Example
+
+if TYPE_CHECKING:
+    from nalora.tasks.task import Example
 
 
 def hold_out(examples: Sequence[Example], size: int) -> tuple[list[Example], list[Example]]:

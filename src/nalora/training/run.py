@@ -140,7 +140,7 @@ def _do_steps(
     result = {
         "method": run.method.name,
         "model": settings.model,
-        "task": settings.task,
+        "task": tasks.name_of(settings.task),
         "steps": trainer.state.global_step,
         "train_loss": record.train_loss,
         "trainable_parameters": run.method.trainable_parameters(model),

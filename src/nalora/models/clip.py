@@ -1,19 +1,22 @@
-"""CLIP as a classifier: the frozen text tower's view of the class names is the head of the vision tower."""
+"""CLIP as a classifier of pictures: the frozen text tower's view of the class names is the head of the vision tower."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from nalora.models.loading import Loaded
-from nalora.tasks.images import ImageTask, Picture
 
-# Every linear layer of the vision tower and the projection after it; in a whole CLIPModel the same layers and no more.
-TARGET_MODULES = r"vision_model\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|visual_projection"
+class Picture(Protocol):
+    """An image and the number of its class, as `nalora.tasks.pictures.Picture`."""
+
+    @property
+    def label(self) -> int: ...  # noqa: D102
+    def rgb(self) -> Any:
+        """The PIL image in three channels."""
 
 
 class CLIPClassifier(nn.Module):
@@ -69,12 +72,6 @@ class CLIPClassifier(nn.Module):
         shown = pixel_values if count else pixel_values.new_zeros(1, *pixel_values.shape[1:])
         pooled: Tensor = self.vision_model(pixel_values=shown).pooler_output
         return pooled[:count]
-
-
-def classifier(loaded: Loaded, task: ImageTask) -> Loaded:
-    """A loaded CLIP as the classifier of a task's classes, on the same weights."""
-    model = CLIPClassifier(loaded.model, loaded.processor.tokenizer, task.prompts())
-    return Loaded(model.eval(), loaded.processor, loaded.spec)
 
 
 @torch.no_grad()
