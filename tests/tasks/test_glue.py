@@ -255,7 +255,7 @@ def test_the_majority_class_is_always_told(folder):
 def test_what_is_missing_or_unlabelled_is_said(folder, monkeypatch):
     with pytest.raises(NALoRAError, match="none of glue/qnli/train.tsv"):
         tasks.get("qnli", data_dir=folder).train_examples()
-    with pytest.raises(NALoRAError, match="t5 or decoder"):
+    with pytest.raises(NALoRAError, match="one of t5, decoder"):
         tasks.get("qnli", prompt="chat")
     monkeypatch.setattr(sources, "hub_rows", lambda *_: [{"sentence": "?", "label": -1}])
     with pytest.raises(NALoRAError, match="row 0: found the label '-1'"):

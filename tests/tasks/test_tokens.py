@@ -24,8 +24,6 @@ def task(request, tmp_path, monkeypatch):
     def rows(task, dataset, split, name=None):
         return next(found for key, found in HUB.items() if key in dataset)
 
-    for module in ("math", "code", "chat"):
-        monkeypatch.setattr(f"nalora.tasks.{module}.hub_rows", rows, raising=False)
     monkeypatch.setattr(sources, "hub_rows", rows)
     name, options = request.param
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na fine film\t1\n")

@@ -78,37 +78,22 @@ def evaluate(
     _refuse_too_long(loaded, task, examples, style)
     with claimed_folder(folder, take_over=take_over):
         evaluated = what_was_evaluated(task, questions, style=style, options=options or {}, data_dir=data_dir, own=own)
-        return _evaluate(loaded, task, folder, questions, examples, style, evaluated, writing, batch_tokens, report)
-
-
-def _evaluate(
-    loaded: Loaded,
-    task: Task,
-    folder: Path,
-    questions: Sequence[Example],
-    examples: Sequence[Example],
-    style: str,
-    evaluated: Mapping[str, Any],
-    writing: bool,
-    batch_tokens: int,
-    report: Report,
-) -> dict[str, Any]:
-    counts = {"examples": len(examples), "questions": len(questions)}
-    summary: dict[str, Any] = {"task": task.name, **counts, "evaluated": evaluated, "measures": {}, "chance": {}}
-    if writing:
-        task.prepare_scoring()
-        outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
-        speed = _write(loaded, task, examples, outputs, style, batch_tokens, report)
-        _score(task, examples, outputs, scores, report)
-        summary |= {
-            **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
-            "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
-            "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
-            **speed,
-        }
-    summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
-    _keep(folder / ("summary.json" if writing else "losses.json"), summary)
-    return summary
+        counts = {"examples": len(examples), "questions": len(questions)}
+        summary: dict[str, Any] = {"task": task.name, **counts, "evaluated": evaluated, "measures": {}, "chance": {}}
+        if writing:
+            task.prepare_scoring()
+            outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
+            speed = _write(loaded, task, examples, outputs, style, batch_tokens, report)
+            _score(task, examples, outputs, scores, report)
+            summary |= {
+                **summarise(task, examples, [scores.rows[each.id]["scores"] for each in examples]),
+                "unfinished": sum(not outputs.rows[each.id]["finished"] for each in examples),
+                "tokens": sum(outputs.rows[each.id]["tokens"] for each in examples),
+                **speed,
+            }
+        summary["target_loss"] = _target_loss(loaded, task, examples, folder, style, report)
+        _keep(folder / ("summary.json" if writing else "losses.json"), summary)
+        return summary
 
 
 def _refuse_too_long(loaded: Loaded, task: Task, examples: Sequence[Example], style: str) -> None:

@@ -160,7 +160,7 @@ def _refuse_unknown_options(name: str, options: Mapping[str, Any]) -> None:
 
 def _with_record(name: str, options: dict[str, Any], place: Path) -> dict[str, Any]:
     """The options, with a place to keep what a judge said where the task has one and none was given."""
-    if "judgements" in tasks.options(name) and not options.get("judgements"):
+    if "judgements" in tasks.option_types(name) and not options.get("judgements"):
         return {**options, "judgements": str(place / "judgements.jsonl")}
     return options
 

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
-
-
-class Picture(Protocol):
-    """An image and the number of its class, as `nalora.tasks.pictures.Picture`."""
-
-    @property
-    def label(self) -> int: ...  # noqa: D102
-    def rgb(self) -> Any:
-        """The PIL image in three channels."""
 
 
 class CLIPClassifier(nn.Module):
@@ -91,7 +82,7 @@ def zero_shot_head(clip: Any, tokenizer: Any, prompts: Sequence[str], batch_size
 
 
 class PictureCollator:
-    """Makes a batch of pictures.
+    """Makes a batch of pictures, each with its `label` and the image as `rgb()`.
 
     A blank (None) is left out: a batch of blanks alone has no picture, and nothing in it counts.
 
@@ -105,7 +96,7 @@ class PictureCollator:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
 
-    def __call__(self, pictures: Sequence[Picture | None]) -> dict[str, Tensor]:
+    def __call__(self, pictures: Sequence[Any]) -> dict[str, Tensor]:
         """The arguments of `CLIPClassifier.forward`."""
         real = [each for each in pictures if each is not None]
         images = [each.rgb() for each in real] or [_any_picture()]
@@ -120,7 +111,7 @@ def _any_picture() -> Any:
     return Image.new("RGB", (8, 8))
 
 
-def classify(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[int]:
+def classify(model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64) -> list[int]:
     """The label that a `CLIPClassifier`, plain or adapted, gives each picture."""
     return [
         label
@@ -129,7 +120,7 @@ def classify(model: nn.Module, pictures: Sequence[Picture], processor: Any, batc
     ]
 
 
-def class_losses(model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int = 64) -> list[float]:
+def class_losses(model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64) -> list[float]:
     """−log p of each picture's class, as training reports it."""
     return [
         loss
@@ -140,7 +131,7 @@ def class_losses(model: nn.Module, pictures: Sequence[Picture], processor: Any, 
 
 @torch.no_grad()
 def _looked_at(
-    model: nn.Module, pictures: Sequence[Picture], processor: Any, batch_size: int
+    model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(scores, labels) of each batch, in evaluation mode."""
     collate = PictureCollator(processor)

@@ -184,9 +184,9 @@ def _own_settings(task: str, settings: Mapping[str, Any]) -> str:
 
     try:
         # A report runs no code of a run's: the options of a task in a Python file stay unknown.
-        options = [] if python_files.split(task) else tasks.options(task)
+        options = {} if python_files.split(task) else tasks.option_types(task)
     except (NALoRAError, ImportError):
-        options = []
+        options = {}
     names = ("task", "data_dir", "prompt_style", *options)
     return json_text({name: settings.get(name) for name in names}, sort_keys=True, default=str)
 

@@ -17,5 +17,5 @@ def refuse_unready(run: Run) -> None:
     """
     name = run.settings.task
     left_open = _JUDGE in run.task_options and run.task_options[_JUDGE] is None
-    if _JUDGE in tasks.options(name) and not left_open:
+    if _JUDGE in tasks.option_types(name) and not left_open:
         tasks.get(name, data_dir=run.settings.data_dir, **run.task_options).refuse_unready()

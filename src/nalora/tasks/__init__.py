@@ -13,10 +13,7 @@ from nalora.files import python_files
 from nalora.tasks import gym
 from nalora.tasks.task import Answer, Example, Scores, Task, TrainingInputs
 
-__all__ = [
-    "Answer", "Example", "Scores", "Task", "TrainingInputs", "described", "get", "name_of", "names", "option_types",
-    "options", "resolve",
-]  # fmt: skip
+__all__ = ["Answer", "Example", "Scores", "Task", "TrainingInputs", "get", "name_of", "names", "option_types"]
 
 
 @functools.cache
@@ -84,29 +81,12 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
 
 
 def name_of(name: str) -> str:
-    """The name that a task has in results: that of a Python file's task does not depend on where the file is.
-
-    Raises:
-        NALoRAError: no such task.
-    """
+    """The name that a task has in results: that of a Python file's task does not depend on where the file is."""
     return resolve(name)[0]
 
 
-def options(name: str) -> list[str]:
-    """The settings that the task has of its own.
-
-    Raises:
-        NALoRAError: no such task.
-    """
-    return list(option_types(name))
-
-
 def option_types(name: str) -> dict[str, Any]:
-    """The same with the type of each: what its class takes besides the data's folder.
-
-    Raises:
-        NALoRAError: no such task.
-    """
+    """The settings that the task has of its own, with their types: what its class takes besides the data's folder."""
     _, task = resolve(name)
     hints = typing.get_type_hints(task.__init__)
     taken = inspect.signature(task).parameters

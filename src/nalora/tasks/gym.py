@@ -23,13 +23,9 @@ _LAST_SEED = 2**32 // (2 * _APART) - 1
 # They go through Python sets, whose order changes from process to process. Found by drawing 150 items of every family
 # of 0.1.25 under two hash seeds.
 _BY_HASH = (
-    "intermediate_integration",
-    "isomorphic_strings",
-    "knight_swap",
-    "polynomial_multiplication",
-    "ransom_note",
+    "intermediate_integration", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note",
     "word_ladder",
-)
+)  # fmt: skip
 # Its programs draw numbers that no seed reaches: 4 of 100 items differ when drawn again.
 _UNREPEATABLE = ("codeio",)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -147,11 +143,6 @@ class Gym(Task):
     def marks(self, answers: Sequence[tuple[Example, str]]) -> list[float]:
         """The family's own scores of answers, from 0 to 1; 0 for what its scorer cannot read or does not finish."""
         return self._scorer.marks([(answer, self._drawn_for(example)) for example, answer in answers])
-
-    def question(self, example: Example) -> str:
-        """The family's own question, without the instructions around it."""
-        question: str = self._drawn_for(example)["question"]
-        return question
 
     def chance(self, examples: Sequence[Example]) -> dict[str, float]:
         """The accuracy of always giving the commonest answer; nothing where the family knows no answers."""

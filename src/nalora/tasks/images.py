@@ -148,10 +148,8 @@ class ImageTask(Task):
         from nalora.models.clip import PictureCollator
 
         images = self.training_images()
-        pictures: Sequence[Picture] = images.at(split_places(images.ids, validation_size)[0])
-        return TrainingInputs(
-            pictures[:limit] if limit else pictures, PictureCollator(loaded.processor.image_processor)
-        )
+        places = split_places(images.ids, validation_size)[0]
+        return TrainingInputs(images.at(places[: limit or None]), PictureCollator(loaded.processor.image_processor))
 
     def answers(self, loaded: Loaded, examples: Sequence[Example], generate: Any = None) -> Iterator[list[Answer]]:
         """The class of each image."""

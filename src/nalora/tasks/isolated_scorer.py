@@ -142,13 +142,10 @@ class ScorerProcess:
             self._end_with_us()
 
     def _start(self) -> None:
-        if self.isolated:
-            sandbox.check()
+        way = sandbox.check() if self.isolated else "unsafe"
         # Made for every way, used by "unsafe" alone: in a namespace the folder of this name is another one.
         folder = tempfile.TemporaryDirectory(prefix="nalora-")
-        command = sandbox.command(
-            "scorer", folder.name, limits=self.limits, unsafe=not self.isolated, packages=("reasoning_gym",)
-        )
+        command = sandbox.command(way, "scorer", folder.name, self.limits, ("reasoning_gym",))
         # One thread: those of a linear algebra library would not live through a fork.
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from nalora.errors import NALoRAError
 from nalora.tasks import sources
 from nalora.tasks.answers import published, robust, same_number
 from nalora.tasks.prompts import alpaca
@@ -65,27 +64,19 @@ class GSM8K(Task):
         calculator: bool = True,
     ) -> None:
         if train_set is None:
-            train_set = "gsm8k" if data_dir is not None and _holds_training(data_dir) else "metamathqa"
-        _one_of("train_set", train_set, ("metamathqa", "gsm8k"))
-        _one_of("prompt", prompt, tuple(_PROMPTS))
+            train_set = "gsm8k" if sources.holds(data_dir, _GSM8K["train"]) else "metamathqa"
+        sources.one_of(self.name, "train_set", train_set, ("metamathqa", "gsm8k"))
+        sources.one_of(self.name, "prompt", prompt, tuple(_PROMPTS))
         self.data_dir, self.train_set, self.limit = data_dir, train_set, limit
         self.cut_answer, self.calculator = cut_answer, calculator
         self._prompt = _PROMPTS[prompt]
 
     def train_examples(self) -> Sequence[Example]:
-        """The chosen training set, in file order.
-
-        Raises:
-            NALoRAError: the data is not there, or is something else.
-        """
+        """The chosen training set, in file order."""
         return self._from_metamathqa() if self.train_set == "metamathqa" else self._from_gsm8k("train")
 
     def test_examples(self) -> Sequence[Example]:
-        """The test split, in file order.
-
-        Raises:
-            NALoRAError: the data is not there, or is something else.
-        """
+        """The test split, in file order."""
         return self._from_gsm8k("test")
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
@@ -97,11 +88,7 @@ class GSM8K(Task):
         }
 
     def _from_gsm8k(self, split: str) -> list[Example]:
-        if self.data_dir is None:
-            where, rows = "openai/gsm8k", sources.hub_rows(self.name, "openai/gsm8k", split, "main")
-        else:
-            file = sources.find_file(self.name, self.data_dir, _GSM8K[split])
-            where, rows = str(file), sources.jsonl_rows(file)
+        where, rows = sources.read_rows(self.name, self.data_dir, _GSM8K[split], "openai/gsm8k", split, "main")
         examples = []
         for index, row in enumerate(rows):
             answer = sources.text(row, "answer", f"{where}, row {index}")
@@ -111,11 +98,7 @@ class GSM8K(Task):
         return examples
 
     def _from_metamathqa(self) -> list[Example]:
-        if self.data_dir is None:
-            where, rows = "meta-math/MetaMathQA", sources.hub_rows(self.name, "meta-math/MetaMathQA", "train")
-        else:
-            file = sources.find_file(self.name, self.data_dir, _METAMATHQA)
-            where, rows = str(file), sources.json_rows(file) if file.suffix == ".json" else sources.jsonl_rows(file)
+        where, rows = sources.read_rows(self.name, self.data_dir, _METAMATHQA, "meta-math/MetaMathQA", "train")
         examples: list[Example] = []
         for index, row in enumerate(rows):
             if len(examples) == self.limit:
@@ -134,21 +117,9 @@ class GSM8K(Task):
         return Example(id, self._prompt(question), target, facts=facts, question=question)
 
 
-def _holds_training(data_dir: str | Path) -> bool:
-    folder = Path(data_dir).expanduser()
-    return any((folder / file).is_file() for file in _GSM8K["train"])
-
-
 def _conclusion(answer: str) -> str:
     """The reference without the way there: what follows its mark, or all of it where it has none."""
     return answer[max(answer.rfind("####"), 0) :]
-
-
-def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise NALoRAError(
-            f"gsm8k, {option}", found=repr(value), expected=f"one of {', '.join(choices)}", fix="give one of these"
-        )
 
 
 TASKS = (GSM8K,)

@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.tasks.image_contents import Contents, contents_of_column, contents_of_images
+from nalora.tasks.sources import hub_data
 
 _IMAGE_COLUMN, _LABEL_COLUMN = "image", "label"
 _IMAGE_FILES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"})
@@ -77,14 +78,9 @@ class Pictures(Sequence[Picture]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    @overload
-    def __getitem__(self, index: int) -> Picture: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Picture]: ...
-    def __getitem__(self, index: int | slice) -> Picture | list[Picture]:
-        place = range(len(self))[index]
-        if isinstance(place, range):
-            return [self[each] for each in place]
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
         return Picture(self.ids[place], self.images[place], self.labels[place])
 
     def at(self, places: Sequence[int]) -> Pictures:
@@ -140,24 +136,8 @@ def from_folder(task: str, folder: Path) -> tuple[list[str], Pictures, Pictures]
 
 def from_hub(task: str, path: str, part: str | None) -> tuple[list[str], Pictures, Pictures]:
     """The splits `train` and `test` of a hub's data set, or of a part of it."""
-    try:
-        import datasets
-
-        loaded = {split: datasets.load_dataset(path, part, split=split) for split in ("train", "test")}
-    except ImportError as error:
-        raise NALoRAError(
-            task,
-            found=f"no package `{error.name}`",
-            expected="datasets and pillow, to read the hub's images",
-            fix="pip install datasets pillow, or give data_dir=FOLDER",
-        ) from error
-    except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
-        raise NALoRAError(
-            task,
-            found=f"no dataset {path!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            expected="its splits train and test from the hub",
-            fix="check the network and `hf auth login`, or give data_dir=FOLDER with train/CLASS/*.png and test/…",
-        ) from error
+    folder = "FOLDER with train/CLASS/*.png and test/…"
+    loaded = {split: hub_data(task, path, split, part, folder) for split in ("train", "test")}
     train, test = (
         Pictures(
             [f"{task}/{split}/{number}" for number in range(len(rows))],

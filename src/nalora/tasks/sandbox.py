@@ -115,42 +115,20 @@ def run(
     Raises:
         NALoRAError: this machine cannot isolate programs, as `check` says.
     """
-    way = "unsafe" if unsafe else _isolation()
+    way = "unsafe" if unsafe else check()
     return _launch(way, program, tests, entries, prelude, limits or Limits())
-
-
-def check() -> None:
-    """Try the isolation with a program that looks for holes.
-
-    Raises:
-        NALoRAError: this machine cannot isolate programs.
-    """
-    _isolation()
-
-
-def command(module: str, folder: str, *, limits: Limits, unsafe: bool, packages: Sequence[str]) -> list[str]:
-    """What starts another module of the sandbox than the one for whole programs; it isolates itself as that one does.
-
-    Args:
-        module: in `nalora.tasks.sandboxed`.
-        folder: where an unsafe one may write; an isolated one has its own.
-        limits: what it may use.
-        unsafe: without isolation: limits alone.
-        packages: importable packages that it may use, with all that they require.
-
-    Raises:
-        NALoRAError: this machine cannot isolate programs, as `check` says.
-    """
-    way = "unsafe" if unsafe else _isolation()
-    return _command(way, module, folder, limits, packages)
 
 
 _chosen: list[str] = []
 _choosing = threading.Lock()
 
 
-def _isolation() -> str:
-    """The first way that holds on this machine; tried once for each process."""
+def check() -> str:
+    """The first way of isolating in which a program that looks for holes finds none; tried once for each process.
+
+    Raises:
+        NALoRAError: this machine cannot isolate programs.
+    """
     with _choosing:
         if not _chosen:
             found = []
@@ -221,12 +199,8 @@ def _fault(way: str) -> str | None:
     """What is wrong with a way of isolating: it cannot be had, or the probe found a hole; None when nothing is."""
     limits = Limits()
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        facts = {
-            "PORT": server.getsockname()[1],
-            "PREFIX": sys.base_prefix,
-            "FILE": file.name,
-            "PROCESSES": limits.processes,
-        }
+        port = server.getsockname()[1]
+        facts = {"PORT": port, "PREFIX": sys.base_prefix, "FILE": file.name, "PROCESSES": limits.processes}
         program = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + _PROBE
         try:
             outcome = _launch(way, program, "", (), "", limits)
@@ -243,7 +217,7 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
         try:
             # The seed: a program that depends on the order of a set gets one verdict, not two.
             ended = subprocess.run(
-                _command(way, "supervisor", folder, limits),
+                command(way, "supervisor", folder, limits),
                 input=json_text(job).encode(),
                 capture_output=True,
                 env={"PYTHONHASHSEED": "0"},
@@ -256,18 +230,26 @@ def _launch(way: str, program: str, tests: str, entries: Sequence[str], prelude:
     return _outcome(ended)
 
 
-def _command(way: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
+def command(way: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
+    """What starts a module of `nalora.tasks.sandboxed`, which isolates itself.
+
+    Args:
+        way: what `check` returns, or "unsafe": limits alone.
+        module: its name.
+        folder: where an unsafe one may write; an isolated one has its own.
+        limits: what it may use.
+        packages: importable packages that it may use, with all that they require.
+    """
     seen = sandbox_view.view(tuple(packages)) if way != "unsafe" else sandbox_view.View((), (), folder)
-    importable = [sandbox_view.PACKAGES] if way != "unsafe" else _parents(packages)
+    parents = dict.fromkeys(str(path.parent) for path in sandbox_view.package_files(packages))
+    importable = [sandbox_view.PACKAGES] if way != "unsafe" else list(parents)
     settings = {"way": way, "limits": asdict(limits), "view": asdict(seen), "packages": importable if packages else []}
     code = _CODE_PLACE if way == "bubblewrap" else str(_FOLDER)
     # -S: no packages of ours, but those that are named.
     start = [sandbox_view.interpreter(), "-s", "-S", "-c", _START.format(module=module), code, json_text(settings)]
-    return [*_bubblewrap(limits, seen), *start] if way == "bubblewrap" else start
-
-
-def _parents(packages: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(str(path.parent) for path in sandbox_view.package_files(packages)))
+    if way != "bubblewrap":
+        return start
+    return [*sandbox_view.bubblewrap(seen, limits.disk_bytes, _FOLDER, _CODE_PLACE), *start]
 
 
 def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
@@ -284,8 +266,3 @@ def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
             fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
         )
     return Outcome(**fields)
-
-
-def _bubblewrap(limits: Limits, seen: sandbox_view.View) -> list[str]:
-    command = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
-    return [*command, *sandbox_view.bubblewrap(seen, limits.disk_bytes, _FOLDER, _CODE_PLACE), "--cap-drop", "ALL"]

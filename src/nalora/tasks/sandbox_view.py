@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -162,8 +163,9 @@ def _with_requirements(names: Sequence[str]) -> Iterator[metadata.Distribution]:
 
 
 def bubblewrap(seen: View, disk_bytes: int, code: Path, code_place: str) -> list[str]:
-    """bubblewrap's options for the same files as `isolation.enter` shows, and for the code that runs inside."""
-    options = ["--dir", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    """The command that isolates with bubblewrap: the same files as `isolation.enter` shows, and the code of ours."""
+    options = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
+    options += ["--dir", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     for source, place in (*seen.shown, (str(code), code_place)):
         options += ["--ro-bind", source, place]
     for place in seen.hidden:
@@ -171,4 +173,4 @@ def bubblewrap(seen: View, disk_bytes: int, code: Path, code_place: str) -> list
             options += ["--tmpfs", place, "--remount-ro", place]
         else:
             options += ["--ro-bind", "/dev/null", place]
-    return [*options, "--size", str(disk_bytes), "--tmpfs", seen.folder, "--remount-ro", "/"]
+    return [*options, "--size", str(disk_bytes), "--tmpfs", seen.folder, "--remount-ro", "/", "--cap-drop", "ALL"]

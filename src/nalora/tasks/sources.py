@@ -1,4 +1,7 @@
-"""Where a task's data comes from: the hub, or files in a folder the user gives as `data_dir`."""
+"""Where a task's data comes from: the hub, or files in a folder the user gives as `data_dir`.
+
+Data that is not there, or is something else, raises a NALoRAError that names the file and the row.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ Value = TypeVar("Value")
 
 
 def hub_rows(task: str, dataset: str, split: str, name: str | None = None) -> Rows:
-    """A split of a hub dataset.
+    """A split of a hub dataset."""
+    return list(hub_data(task, dataset, split, name))
 
-    Raises:
-        NALoRAError: `datasets` is not installed, or the hub did not give the dataset.
-    """
+
+def hub_data(task: str, dataset: str, split: str, name: str | None = None, folder: str = "FOLDER") -> Any:
+    """The same as the hub's own type, which reads a row when it is needed; `folder` is what may take its place."""
     try:
         import datasets
     except ImportError as error:
@@ -28,43 +32,51 @@ def hub_rows(task: str, dataset: str, split: str, name: str | None = None) -> Ro
             task,
             found="no package `datasets`",
             expected="it, to read the hub, or the files themselves",
-            fix="pip install nalora[hub], or give data_dir=FOLDER",
+            fix=f"pip install nalora[hub], or give data_dir={folder}",
         ) from error
     try:
-        return list(datasets.load_dataset(dataset, name, split=split))
+        return datasets.load_dataset(dataset, name, split=split)
     except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
         raise NALoRAError(
             task,
             found=f"no dataset {dataset!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             expected=f"its split {split!r} from the hub",
-            fix="check the network and `hf auth login`, or give data_dir=FOLDER",
+            fix=f"check the network and `hf auth login`, or give data_dir={folder}",
         ) from error
 
 
-def find_file(task: str, data_dir: str | Path, candidates: Sequence[str]) -> Path:
-    """The first of the candidates that exists under the folder.
+def read_rows(
+    task: str, data_dir: str | Path | None, files: Sequence[str], dataset: str, split: str, name: str | None = None
+) -> tuple[str, Rows]:
+    """(where they are from, the rows): the first of these files that is in the folder, or the hub without a folder."""
+    if data_dir is None:
+        return dataset, hub_rows(task, dataset, split, name)
+    file = find_file(task, data_dir, files)
+    return str(file), json_rows(file) if file.suffix == ".json" else jsonl_rows(file)
 
-    Raises:
-        NALoRAError: none of them does.
-    """
-    folder = Path(data_dir).expanduser()
-    for candidate in candidates:
-        if (folder / candidate).is_file():
-            return folder / candidate
+
+def holds(data_dir: str | Path | None, files: Sequence[str]) -> bool:
+    """Whether one of these files is in the folder."""
+    return data_dir is not None and any((Path(data_dir).expanduser() / file).is_file() for file in files)
+
+
+def find_file(task: str, data_dir: str | Path | None, candidates: Sequence[str]) -> Path:
+    """The first of the candidates that exists under the folder."""
+    folder = Path(data_dir).expanduser() if data_dir is not None else None
+    for file in (folder / candidate for candidate in candidates if folder):
+        if file.is_file():
+            return file
+    missing = f"none of {', '.join(candidates)} in {folder}" if folder and folder.is_dir() else f"no folder {folder}"
     raise NALoRAError(
         task,
-        found=f"none of {', '.join(candidates)} in {folder}" if folder.is_dir() else f"no folder {folder}",
+        found=missing if folder else "no data_dir",
         expected="the data set's files there",
         fix="give the folder that holds them as data_dir, or leave data_dir out to read the hub",
     )
 
 
 def jsonl_rows(file: Path) -> Rows:
-    """A JSON object for each line.
-
-    Raises:
-        NALoRAError: a line that is no JSON object, or text that is no UTF-8.
-    """
+    """A JSON object for each line."""
     rows = []
     with _text_of(file) as lines:
         for number, line in enumerate(lines, 1):
@@ -74,11 +86,7 @@ def jsonl_rows(file: Path) -> Rows:
 
 
 def json_rows(file: Path) -> Rows:
-    """The objects of one JSON list; lines of them too, as some copies have under the same name.
-
-    Raises:
-        NALoRAError: no list of JSON objects, or text that is no UTF-8.
-    """
+    """The objects of one JSON list; lines of them too, as some copies have under the same name."""
     with _text_of(file) as lines:
         text = lines.read()
     if text.lstrip().startswith("{"):
@@ -90,11 +98,7 @@ def json_rows(file: Path) -> Rows:
 
 
 def tsv_rows(file: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Tab-separated values, unquoted; the column names from the first line unless they are given.
-
-    Raises:
-        NALoRAError: text that is no UTF-8, or no table.
-    """
+    """Tab-separated values, unquoted; the column names from the first line unless they are given."""
     # The limit is of the whole process; 131,072 characters by default, which a premise may exceed.
     limit = csv.field_size_limit(2**31 - 1)
     try:
@@ -106,34 +110,22 @@ def tsv_rows(file: Path, columns: Sequence[str] | None = None) -> Rows:
         csv.field_size_limit(limit)
 
 
-def field(row: dict[str, Any], name: str, where: str, kind: type[Value]) -> Value:
-    """A row's value of that name and kind.
-
-    Raises:
-        NALoRAError: it has none.
-    """
+def field(row: dict[str, Any], name: str, where: str, kind: type[Value] = object) -> Value:  # type: ignore[assignment]
+    """A row's value of that name and kind."""
     value = row.get(name)
-    if not isinstance(value, kind):
-        words = {str: "text", int: "whole number", list: "list"}
-        raise _wrong(where, f"no {words[kind]} {name!r} among {', '.join(map(str, row))}", "the data set's own columns")
+    if value is None or not isinstance(value, kind):
+        word = {str: "text ", int: "whole number ", list: "list "}.get(kind, "")
+        raise _wrong(where, f"no {word}{name!r} among {', '.join(map(str, row))}", "the data set's own columns")
     return value
 
 
 def text(row: dict[str, Any], name: str, where: str) -> str:
-    """A row's text of that name.
-
-    Raises:
-        NALoRAError: it has none.
-    """
+    """A row's text of that name."""
     return field(row, name, where, str)
 
 
 def texts(row: dict[str, Any], name: str, where: str, least: int = 1) -> list[str]:
-    """A row's list of texts of that name.
-
-    Raises:
-        NALoRAError: it has none, or fewer than `least`.
-    """
+    """A row's list of texts of that name."""
     found = field(row, name, where, list)
     if len(found) < least or not all(isinstance(each, str) for each in found):
         raise _wrong(where, f"{name!r} of {_in_short(found)}", f"a list of {least} texts or more")
@@ -171,6 +163,14 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 def _in_short(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 40 else f"{shown[:39]}…"
+
+
+def one_of(task: str, option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse an option's value that is none of the choices."""
+    if value not in choices:
+        raise NALoRAError(
+            f"{task}, {option}", found=repr(value), expected=f"one of {', '.join(choices)}", fix="give one of these"
+        )
 
 
 def _wrong(where: str, found: str, expected: str) -> NALoRAError:

@@ -6,6 +6,7 @@ nalora: the files of this folder run in a bare interpreter, which starts in 40 m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -30,30 +31,22 @@ _DEVICES = ("null", "zero", "random", "urandom")
 # a /proc of its own the program cannot look at other processes at all.
 _NEW_ROOT = "/proc"
 
-# By architecture: its number in the filter; clone, socketpair and prlimit64, which depend on their arguments; then the
-# system calls that would hold memory outside all limits (memfd, System V, inotify, large socket buffers, descriptors
-# sent through sockets), reach what no namespace isolates (a socket of the family AF_VSOCK leads to the host of
-# a virtual machine), make new namespaces and mounts with fresh rights, or look into other processes.
-_FILTERED = {
-    "x86_64": (
-        0xC000003E,
-        (56, 53, 302),
-        (
-            *(101, 310, 311, 29, 64, 68, 240, 319, 165, 166, 155, 161, 272, 308, 321, 298, 323, 248, 249, 250),
-            *(41, 46, 54, 307, 253, 294, 300),
-        ),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        (220, 199, 261),
-        (
-            *(117, 270, 271, 194, 190, 186, 180, 279, 40, 39, 41, 51, 97, 268, 280, 241, 282, 217, 218, 219),
-            *(198, 211, 208, 269, 26, 262),
-        ),
-    ),
-}
-# io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr, memfd_secret: the same numbers everywhere.
-_FILTERED_EVERYWHERE = (425, 428, 429, 430, 432, 442, 447)
+# By architecture: its number in the filter, and the place of its system calls' numbers in the tables below.
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+# Numbers from Linux 6.6: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; -1: not there.
+# These depend on their arguments.
+_CLONE, _SOCKETPAIR, _PRLIMIT64 = (56, 220), (53, 199), (302, 261)
+# What would hold memory outside all limits (memfd, System V, inotify, large socket buffers, descriptors sent through
+# sockets), reach what no namespace isolates (a socket of the family AF_VSOCK leads to the host of a virtual machine),
+# make new namespaces and mounts with fresh rights, or look into other processes.
+_REFUSED = """
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, shmget 29 194, semget 64 190, msgget 68 186,
+mq_open 240 180, memfd_create 319 279, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97,
+setns 308 268, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, add_key 248 217, request_key 249 218,
+keyctl 250 219, socket 41 198, sendmsg 46 211, setsockopt 54 208, sendmmsg 307 269, inotify_init 253 -1,
+inotify_init1 294 26, fanotify_init 300 262, io_uring_setup 425 425, open_tree 428 428, move_mount 429 429,
+fsopen 430 430, fsmount 432 432, mount_setattr 442 442, memfd_secret 447 447
+"""
 _CLONE3 = 435
 _AF_UNIX = 1
 
@@ -136,15 +129,9 @@ def confine(way: str, limits: Limits) -> None:
     # The program is one of its processes; the judge, and in a user namespace the supervisor, count too. Without
     # a namespace or a user of its own, so does everything that this user runs.
     processes = limits["processes"] + (1 if way == "root" else 2 if way != "unsafe" else _running())
-    for name, value in (
-        ("AS", limits["memory_bytes"]),
-        ("CPU", limits["cpu_seconds"]),
-        ("FSIZE", limits["disk_bytes"]),
-        ("NPROC", processes),
-        ("NOFILE", 64),
-        ("CORE", 0),
-        ("MSGQUEUE", 0),
-    ):
+    memory, cpu, disk = (limits[name] for name in ("memory_bytes", "cpu_seconds", "disk_bytes"))
+    most = {"AS": memory, "CPU": cpu, "FSIZE": disk, "NPROC": processes, "NOFILE": 64, "CORE": 0, "MSGQUEUE": 0}
+    for name, value in most.items():
         _limit(name, value)
     if way == "unsafe":
         return
@@ -164,6 +151,21 @@ def die_with_parent() -> None:
     """The kernel kills this process when its parent dies; to be asked for again after a change of user."""
     if sys.platform == "linux":
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def stop(child: int, way: str) -> None:
+    """Kill a child, everything that it started and everyone else in our namespace; wait until all of it is gone."""
+    if way == "unsafe":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    # For the first process of a namespace -1 means everyone else in it; for any other it would mean all of the user's.
+    if way != "unsafe" and os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def _limit(name: str, value: int) -> None:
@@ -187,24 +189,30 @@ def _running() -> int:
 
 def _filter_system_calls() -> None:
     machine = os.uname().machine
-    if machine not in _FILTERED:
+    if machine not in _ARCHITECTURES:
         raise OSError(f"no system call filter for {machine}")
-    architecture, (clone, socketpair, prlimit), refused = _FILTERED[machine]
+    architecture, place = _ARCHITECTURES[machine]
+    refused = [int(call.split()[1 + place]) for call in _REFUSED.split(",")]
     load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, not_permitted, not_there = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     # Each test is followed by the answer for when it holds, and jumps over that one when it does not.
     steps = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
     # Numbers from 2^30 on are the 32-bit calls of x86_64.
     steps += [(above, 0, 1, 1 << 30), (give, 0, 0, not_permitted)]
-    for number in (*refused, *_FILTERED_EVERYWHERE):
+    for number in (each for each in refused if each >= 0):
         steps += [(equal, 0, 1, number), (give, 0, 0, not_permitted)]
     # The arguments of clone3 lie in memory, where no filter can look; the C library falls back to clone.
     steps += [(equal, 0, 1, _CLONE3), (give, 0, 0, not_there)]
     # Pairs of local sockets, which asyncio needs, and the own limits alone: a judge without memory could be misled.
-    for number, argument in ((socketpair, _AF_UNIX), (prlimit, 0)):
+    for number, argument in ((_SOCKETPAIR[place], _AF_UNIX), (_PRLIMIT64[place], 0)):
         steps += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 0, 1, argument)]
         steps += [(give, 0, 0, allow), (give, 0, 0, not_permitted)]
-    steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ANY_NAMESPACE), (give, 0, 0, not_permitted)]
+    steps += [
+        (equal, 0, 3, _CLONE[place]),
+        (load, 0, 0, 16),
+        (any_bit, 0, 1, _ANY_NAMESPACE),
+        (give, 0, 0, not_permitted),
+    ]
     steps += [(give, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))

@@ -16,7 +16,7 @@ import struct
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import isolation, values
@@ -128,21 +128,17 @@ class _Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._channel.ask("setattr", self, name, value)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._channel.ask("iter", self)  # type: ignore[no-any-return]
-
-    def __next__(self) -> Any:
-        return self._channel.ask("next", self)
-
-    def __len__(self) -> int:
-        return self._channel.ask("len", self)  # type: ignore[no-any-return]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._channel.ask("getitem", self, key)
-
     def __bool__(self) -> bool:
         # Else Python would ask for the length, which not everything has.
         return True
+
+
+def _forwarded(operation: str) -> Callable[..., Any]:
+    return lambda remote, *operands: remote._channel.ask(operation, remote, *operands)
+
+
+for _operation in ("iter", "next", "len", "getitem"):
+    setattr(_Remote, f"__{_operation}__", _forwarded(_operation))
 
 
 def _number(value: Any) -> int:

@@ -99,7 +99,7 @@ def _marks(
         os.close(marks_out)
         new = _read_marks(marks_in, limits["wall_seconds"])[: len(answers) - len(marks)]
         os.close(marks_in)
-        _stop(child, way)
+        isolation.stop(child, way)
         _empty(folder)
         marks += new or [0.0]
     return marks
@@ -166,21 +166,6 @@ def _checked(line: bytes) -> float:
     except ValueError:
         return 0.0
     return mark if math.isfinite(mark) and 0 <= mark <= 1 else 0.0
-
-
-def _stop(child: int, way: str) -> None:
-    """Kill the fork and everything that it started; wait until all of it is gone."""
-    if way == "unsafe":
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)
-    os.kill(child, signal.SIGKILL)
-    # For the first process of a namespace -1 means everyone else in it; for any other it would mean all of the user's.
-    if way != "unsafe" and os.getpid() == 1:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
 
 
 def _empty(folder: str) -> None:

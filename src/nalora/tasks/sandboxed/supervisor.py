@@ -49,7 +49,7 @@ def main() -> None:
     os.close(output_out)
     os.close(0)
     verdict, output, why = watch(verdict_in, output_in, limits)
-    stop(child, way)
+    isolation.stop(child, way)
     output += drain(output_in)
     ready, _, rest = verdict.partition(b"\n")
     if ready != b"ready":
@@ -89,19 +89,6 @@ def watch(verdict_in: int, output_in: int, limits: dict[str, int]) -> tuple[byte
         if left <= 0:  # output without an end is always readable
             return verdict, output, f"timed out after {limits['wall_seconds']} s"
     return verdict, output, ""
-
-
-def stop(child: int, way: str) -> None:
-    """Kill the judge and with it everything that was started in its namespace; wait until all of it is gone."""
-    if way == "unsafe":
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)
-    os.kill(child, signal.SIGKILL)
-    if way == "bubblewrap":
-        # There the supervisor itself is the first process of the namespace, and -1 means everyone else in it.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-    os.waitpid(child, 0)
 
 
 def drain(output_in: int) -> bytes:

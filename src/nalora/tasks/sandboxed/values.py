@@ -12,13 +12,16 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_CONTAINERS: dict[str, type[Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-}
+# (name, classes, what of it travels, what makes it again)
+_PLAIN: tuple[tuple[str, Any, Callable[[Any], list[Any]], Callable[..., Any]], ...] = (
+    ("int", int, lambda value: [hex(value)], lambda digits: int(digits, 16)),
+    ("complex", complex, lambda value: [value.real, value.imag], complex),
+    ("bytes", (bytes, bytearray), lambda value: [value.hex()], bytes.fromhex),
+    ("range", range, lambda value: [value.start, value.stop, value.step], range),
+    ("decimal", Decimal, lambda value: [str(value)], Decimal),
+    ("fraction", Fraction, lambda value: [str(value)], Fraction),
+)
+_CONTAINERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, deque)}
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> Any:
@@ -31,18 +34,9 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     """
     if value is None or isinstance(value, (bool, str, float)):
         return value
-    if isinstance(value, int):
-        return ["int", hex(value)]
-    if isinstance(value, complex):
-        return ["complex", value.real, value.imag]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes", value.hex()]
-    if isinstance(value, range):
-        return ["range", value.start, value.stop, value.step]
-    if isinstance(value, Decimal):
-        return ["decimal", str(value)]
-    if isinstance(value, Fraction):
-        return ["fraction", str(value)]
+    for name, kind, parts, _ in _PLAIN:
+        if isinstance(value, kind):
+            return [name, *parts(value)]
     if isinstance(value, dict):
         return ["dict", [[encode(key, refer), encode(each, refer)] for key, each in value.items()]]
     for name, kind in _CONTAINERS.items():
@@ -62,18 +56,9 @@ def decode(text: Any, find: Callable[[int], Any]) -> Any:
     if not isinstance(text, list) or not text:
         raise ValueError("no encoded value")
     tag, *content = text
-    if tag == "int":
-        return int(content[0], 16)
-    if tag == "complex":
-        return complex(*content)
-    if tag == "bytes":
-        return bytes.fromhex(content[0])
-    if tag == "range":
-        return range(*content)
-    if tag == "decimal":
-        return Decimal(content[0])
-    if tag == "fraction":
-        return Fraction(content[0])
+    for name, _, _, made_from in _PLAIN:
+        if tag == name:
+            return made_from(*content)
     if tag == "dict":
         return {decode(key, find): decode(each, find) for key, each in content[0]}
     if tag == "object":
