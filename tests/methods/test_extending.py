@@ -20,7 +20,8 @@ from nalora.evaluation.targets import Request, evaluate_target
 from nalora.runs.folder import RunFolder
 from nalora.runs.saved_run import read_run
 from nalora.runs.settings import check
-from nalora.studies.store import key
+from nalora.studies.job import Job, work
+from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store, key
 from nalora.training.run import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -113,6 +114,15 @@ def test_a_model_is_evaluated_on_the_task(own_task, tmp_path, monkeypatch):
     summary = evaluate_target(own_task["model"], Request(task="reverse.py:reverse", options={"test_size": 2}))["model"]
     assert (summary["task"], summary["examples"]) == ("reverse", 2)
     assert "/reverse-" in summary["folder"]
+
+
+def test_a_study_trains_and_evaluates_the_task(own_task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {name: value for name, value in own_task.items() if name != "output"}
+    work(Job("run", settings, (VALIDATION, TEST, ANSWERS), str(tmp_path / "store"), ""))
+    result = Store(tmp_path / "store").result("run")
+    assert result.losses.keys() == {VALIDATION, TEST}
+    assert result.measures.keys() == {"accuracy", "letters_right"}
 
 
 def test_a_run_of_the_task_has_one_key_wherever_its_file_is(own_task, tmp_path, monkeypatch):

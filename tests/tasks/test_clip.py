@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
-from nalora.models.clip import CLIPClassifier, PictureCollator, class_losses, classify, zero_shot_head
+from nalora.models.clip import CLIPClassifier, PictureCollator, classified, zero_shot_head
 from nalora.runs.folder import RunFolder, read_jsonl
 from nalora.runs.settings import check
 from nalora.tasks.images import ImageTask
@@ -18,6 +18,15 @@ from nalora.tasks.pictures import Picture
 from nalora.training.run import train
 
 LAYERS = ImageTask.linear_layers
+
+
+def classify(*arguments, **options):
+    return [label for label, _ in classified(*arguments, **options)]
+
+
+def class_losses(*arguments):
+    return [loss for _, loss in classified(*arguments)]
+
 
 pytest.importorskip("sklearn")
 

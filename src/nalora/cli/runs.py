@@ -63,7 +63,7 @@ def train(
 
 def evaluate(
     target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model.")],
-    task: Annotated[str | None, typer.Option(help="What to ask; a run's own task by default.")] = None,
+    task: Annotated[str | None, typer.Option(help="By name, or FILE.py[:NAME]; a run's own task by default.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
     option: Annotated[
         list[str] | None,

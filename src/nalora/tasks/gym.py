@@ -13,6 +13,7 @@ from typing import Any
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.tasks import gym_trust
 from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
+from nalora.tasks.sources import missing_package
 from nalora.tasks.task import Example, Scores, Task
 
 # Item i of a dataset is drawn from its seed + i: seeds 0 and 1 share all items but one. So training and test sets,
@@ -232,12 +233,7 @@ class Gym(Task):
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError as error:
-            raise NALoRAError(
-                self.name,
-                found="no package `reasoning-gym`",
-                expected="it, to draw questions",
-                fix="pip install reasoning-gym",
-            ) from error
+            raise missing_package(self.name, "reasoning-gym", "to draw questions") from error
         refuse_unknown_family(self.name)
         try:
             return create_dataset(self.family, **self.settings, size=size, seed=seed)

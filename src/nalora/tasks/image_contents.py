@@ -43,12 +43,11 @@ def not_in_test(task: str, train: Contents, test: Contents) -> Kept:
     """
     shared = ({*train.sizes} & {*test.sizes}) - {-1}
     trained, asked = (
-        [_digest(split.read(place)) if size in shared else other for place, size in enumerate(split.sizes)]
+        [
+            hashlib.sha256(split.read(place)).hexdigest() if size in shared else other
+            for place, size in enumerate(split.sizes)
+        ]
         # An image of a size that the other split does not have is none of its images.
         for split, other in ((train, "of another size"), (test, ""))
     )
     return not_asked(task, trained, asked)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

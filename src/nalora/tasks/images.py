@@ -153,19 +153,19 @@ class ImageTask(Task):
 
     def answers(self, loaded: Loaded, examples: Sequence[Example], generate: Any = None) -> Iterator[list[Answer]]:
         """The class of each image."""
-        from nalora.models.clip import classify
-
         for start in range(0, len(examples), _BATCH):
             part = examples[start : start + _BATCH]
-            labels = classify(loaded.model, self.images_of(part), loaded.processor.image_processor)
+            labels = [label for label, _ in self._classified(loaded, part)]
             yield [Answer(each, [self.classes[label]], 0, True) for each, label in zip(part, labels, strict=True)]
 
     def losses(self, loaded: Loaded, examples: Sequence[Example], text_losses: Any = None) -> list[tuple[float, int]]:
         """(−log p of the class, 1) of each image."""
-        from nalora.models.clip import class_losses
+        return [(loss, 1) for _, loss in self._classified(loaded, examples)]
 
-        losses = class_losses(loaded.model, self.images_of(examples), loaded.processor.image_processor)
-        return [(loss, 1) for loss in losses]
+    def _classified(self, loaded: Loaded, examples: Sequence[Example]) -> list[tuple[int, float]]:
+        from nalora.models.clip import classified
+
+        return classified(loaded.model, self.images_of(examples), loaded.processor.image_processor)
 
     def content(self, examples: Sequence[Example]) -> list[Any]:
         """With the prompts of the classes and the files' own content, which examples only name."""

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nalora.errors import NALoRAError
@@ -49,6 +50,7 @@ def evaluates_answers(dataset: Any) -> bool:
         return True
 
 
+@dataclass(frozen=True)
 class IsolatedScorer:
     """One family's scorer.
 
@@ -60,17 +62,11 @@ class IsolatedScorer:
         limits: what one answer may use.
     """
 
-    def __init__(
-        self,
-        where: str,
-        family: str,
-        options: Mapping[str, Any],
-        *,
-        isolated: bool = True,
-        limits: sandbox.Limits = LIMITS,
-    ) -> None:
-        self.where, self.family, self.options = where, family, dict(options)
-        self.isolated, self.limits = isolated, limits
+    where: str
+    family: str
+    options: Mapping[str, Any]
+    isolated: bool = True
+    limits: sandbox.Limits = LIMITS
 
     def marks(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
         """The family's scores of answers to questions, from 0 to 1; 0 for what its scorer refuses or cannot finish.
@@ -83,7 +79,7 @@ class IsolatedScorer:
         # Each may take its whole time, and is tried twice. No answer can end the process itself: where it was killed,
         # that says nothing of the answer.
         for _ in range(2):
-            line = self.process.ask((self.family, self.options, list(answers)), waits=2 * len(answers))
+            line = self.process.ask((self.family, dict(self.options), list(answers)), waits=2 * len(answers))
             if line is not None:
                 break
         if line is None or line.startswith(_SETUP):

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -99,6 +100,7 @@ def _object(line: str) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
+@dataclass
 class Judge:
     """Asks one model at temperature 0; may be used by several threads.
 
@@ -114,24 +116,14 @@ class Judge:
         timeout: the longest time in seconds for one answer, all tries of a busy server together.
     """
 
-    def __init__(
-        self,
-        model: str | None,
-        *,
-        url: str | None = None,
-        record: Judgements | None = None,
-        max_tokens: int = 2048,
-        attempts: int = 4,
-        wait: float = 1.0,
-        timeout: float = 300.0,
-    ) -> None:
-        self.model = model or ""
-        self.url = url
-        self.record = record or Judgements()
-        self.max_tokens = max_tokens
-        self.attempts = attempts
-        self.wait = wait
-        self.timeout = timeout
+    model: str | None
+    _: KW_ONLY
+    url: str | None = None
+    record: Judgements = field(default_factory=Judgements)
+    max_tokens: int = 2048
+    attempts: int = 4
+    wait: float = 1.0
+    timeout: float = 300.0
 
     def check(self) -> None:
         """Send one tiny request.
@@ -149,21 +141,20 @@ class Judge:
         Raises:
             NALoRAError: the server refused, or no answer could be read.
         """
-        key = Judgements.key(self.model, system, prompt)
+        key = Judgements.key(self.model or "", system, prompt)
         kept = self.record.answer(key)
-        verdict = read(kept) if kept is not None else None
+        if kept is not None and (verdict := read(kept)) is not None:
+            return verdict
         answer, cut_off = "", False
         for attempt in range(self.attempts):
-            if verdict is not None:
-                return verdict
             if attempt:
                 time.sleep(self.wait * 2 ** (attempt - 1))
             answer, cut_off = self._request(system, prompt, max_tokens=self.max_tokens, tries=_TRIES_OF_A_REQUEST)
             verdict = None if cut_off else read(answer)
             notes: dict[str, Any] = {"cut_off": True} if cut_off else {}
             self.record.add(key, answer, judge=self.model, system=system, prompt=prompt, verdict=verdict, **notes)
-        if verdict is not None:
-            return verdict
+            if verdict is not None:
+                return verdict
         end = f"cut off after {counted(self.max_tokens, 'token')}" if cut_off else f"ending in {answer[-120:]!r}"
         raise NALoRAError(
             f"judge {self.model!r}",

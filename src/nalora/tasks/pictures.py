@@ -131,7 +131,7 @@ def from_folder(task: str, folder: Path) -> tuple[list[str], Pictures, Pictures]
             )
         ids = [file.relative_to(folder).as_posix() for file, _ in files]
         splits.append(Pictures(ids, [file for file, _ in files], [label for _, label in files]))
-    return [_words(name) for name in names], splits[0], splits[1]
+    return [name.replace("_", " ") for name in names], splits[0], splits[1]
 
 
 def from_hub(task: str, path: str, part: str | None) -> tuple[list[str], Pictures, Pictures]:
@@ -147,11 +147,7 @@ def from_hub(task: str, path: str, part: str | None) -> tuple[list[str], Picture
         )
         for split, rows in loaded.items()
     )
-    return [_words(name) for name in loaded["train"].features[_LABEL_COLUMN].names], train, test
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return [name.replace("_", " ") for name in loaded["train"].features[_LABEL_COLUMN].names], train, test
 
 
 def digits() -> tuple[list[str], Pictures, Pictures]:

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nalora.errors import NALoRAError
+from nalora.tasks.sources import missing_package
 
 _LIBRARIES = Path(__file__).parent / "sandboxed" / "libraries.py"
 _START_SECONDS = 60
@@ -123,12 +124,7 @@ def package_files(packages: Sequence[str]) -> list[Path]:
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
-            raise NALoRAError(
-                "sandbox for generated programs",
-                found=f"no package `{package}`",
-                expected="it, since a scorer needs it",
-                fix=f"pip install {package.replace('_', '-')}",
-            )
+            raise missing_package("sandbox for generated programs", package, "since a scorer needs it")
         # First by where Python finds it, as an editable installation has it elsewhere.
         own = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
         paths[own.name] = own

@@ -45,6 +45,12 @@ def hub_data(task: str, dataset: str, split: str, name: str | None = None, folde
         ) from error
 
 
+def missing_package(where: str, package: str, purpose: str, instead: str = "") -> NALoRAError:
+    """The error of a package that is not installed."""
+    fix = f"pip install {package.replace('_', '-')}{instead}"
+    return NALoRAError(where, found=f"no package `{package}`", expected=f"it, {purpose}", fix=fix)
+
+
 def read_rows(
     task: str, data_dir: str | Path | None, files: Sequence[str], dataset: str, split: str, name: str | None = None
 ) -> tuple[str, Rows]:

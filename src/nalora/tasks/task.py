@@ -201,26 +201,13 @@ class Task:
         limit: int | None,
         encode: Callable[[Sequence[Example]], TrainingInputs],
     ) -> TrainingInputs:
-        """The training set without what is held out for validation, as rows for the model.
-
-        Args:
-            loaded: the model.
-            validation_size: how many examples are held out.
-            limit: at most so many examples.
-            encode: makes rows of tokens, at most `limit`.
-        """
+        """The training set without what is held out, as at most `limit` rows; `encode` makes rows of tokens."""
         return encode(hold_out(self.training_set(), validation_size)[0])
 
     def answers(
         self, loaded: Loaded, examples: Sequence[Example], generate: Callable[[], Iterator[list[Answer]]]
     ) -> Iterator[list[Answer]]:
-        """The model's answers to these examples, a batch at a time, in any order.
-
-        Args:
-            loaded: the model.
-            examples: what to answer.
-            generate: writes them as text.
-        """
+        """The model's answers to these examples, a batch at a time, in any order; `generate` writes them as text."""
         return generate()
 
     def losses(

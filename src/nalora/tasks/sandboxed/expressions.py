@@ -30,7 +30,6 @@ _FUNCTIONS = frozenset(
         *("exp", "log", "ln", "sqrt", "Abs", "Rational"),
     )
 )
-_CONSTANTS = frozenset({"pi"})
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -118,7 +117,7 @@ def _is_formula(node: ast.expr, names: frozenset[str]) -> bool:
 
 def _is_variable(name: str) -> bool:
     """A letter, or a word that means nothing to Python and sympy, which make everything else a function or a class."""
-    if len(name) == 1 or name in _CONSTANTS:
+    if len(name) == 1 or name == "pi":
         return name.isalpha()
     known = hasattr(builtins, name) or hasattr(sys.modules.get("sympy"), name)
     return _NAME.fullmatch(name) is not None and not known
