@@ -100,7 +100,7 @@ def test_the_task_trains_and_is_evaluated_from_any_folder(own_task, tmp_path, mo
         evaluate_target(run, Request(with_base=False))
     summary = evaluate_target(run, Request(with_base=False, trust=True))["adapted"]
     assert (summary["task"], summary["examples"], set(summary["measures"])) == (
-        "reverse", 3, {"accuracy", "letters_right"},
+        "reverse", 3, {"accuracy"},
     )  # fmt: skip
     assert summary["evaluated"]["own"]
     assert Path(summary["folder"]).parent == tmp_path / "runs" / "reverse" / "evaluations" / "reverse"
@@ -122,7 +122,7 @@ def test_a_study_trains_and_evaluates_the_task(own_task, tmp_path, monkeypatch):
     work(Job("run", settings, (VALIDATION, TEST, ANSWERS), str(tmp_path / "store"), ""))
     result = Store(tmp_path / "store").result("run")
     assert result.losses.keys() == {VALIDATION, TEST}
-    assert result.measures.keys() == {"accuracy", "letters_right"}
+    assert result.measures.keys() == {"accuracy"}
 
 
 def test_a_run_of_the_task_has_one_key_wherever_its_file_is(own_task, tmp_path, monkeypatch):
