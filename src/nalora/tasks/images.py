@@ -41,7 +41,6 @@ class ImageTask(Task):
             images; folders are named as CLIP shall read the class, with _ for a space.
     """
 
-    measures = ("accuracy",)
     models: tuple[ModelKind, ...] = ("clip",)
     # Every linear layer of the vision tower and the projection after it; in a whole CLIPModel the same and no more.
     linear_layers = r"vision_model\..*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)|visual_projection"

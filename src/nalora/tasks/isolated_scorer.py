@@ -180,12 +180,8 @@ _starting = threading.Lock()
 
 
 def _refusal(where: str, line: str | None) -> NALoRAError:
-    return NALoRAError(
-        f"{where}, its scorer in another process",
-        found=(line or "it ended without a word").removeprefix(_SETUP),
-        expected="a scorer that starts",
-        fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
-    )
+    found = (line or "it ended without a word").removeprefix(_SETUP)
+    return sandbox.refusal(f"{where}, its scorer in another process", found, "a scorer that starts")
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

@@ -25,6 +25,7 @@ from nalora.errors import NALoRAError
 from nalora.files.atomic import json_text
 from nalora.tasks import sandbox_view
 
+_WHERE = "sandbox for generated programs"
 _FOLDER = Path(__file__).parent / "sandboxed"
 # The folder as a package of its own: as a part of nalora its import would bring torch, and with its parent folder on
 # the path, `code.py` and the like would hide modules of the standard library.
@@ -140,7 +141,7 @@ def check() -> str:
                 found.append(f"{way}: {fault}")
             else:
                 raise NALoRAError(
-                    "sandbox for generated programs",
+                    _WHERE,
                     found="; ".join(found) or f"no way to isolate a process on {sys.platform}",
                     expected="Linux 5.14 or newer with user namespaces, root with all capabilities, or bubblewrap",
                     fix="apt install bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 "
@@ -259,10 +260,11 @@ def _outcome(ended: subprocess.CompletedProcess[bytes]) -> Outcome:
         text = ended.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ended.returncode}"]
         fields = {"setup": text[-1]}
     if "setup" in fields:
-        raise NALoRAError(
-            "sandbox for generated programs",
-            found=fields["setup"],
-            expected="a supervisor that starts and isolates the program",
-            fix="call nalora.tasks.sandbox.check(), which says what this machine lacks",
-        )
+        raise refusal(_WHERE, fields["setup"], "a supervisor that starts and isolates the program")
     return Outcome(**fields)
+
+
+def refusal(where: str, found: str, expected: str) -> NALoRAError:
+    """The error of a process that does not start."""
+    fix = "call nalora.tasks.sandbox.check(), which says what this machine lacks"
+    return NALoRAError(where, found=found, expected=expected, fix=fix)

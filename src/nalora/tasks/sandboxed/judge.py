@@ -8,6 +8,7 @@ a right one, and the pipe for the verdict is closed on its side before its first
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
 import signal
@@ -101,13 +102,10 @@ class _Channel:
             return values.decode(content, lambda number: _Remote(self, number))
         name, text = content
         known = getattr(builtins, str(name), None)
+        error: Exception = RuntimeError(f"{name}: {text}")
         if isinstance(known, type) and issubclass(known, Exception):
-            try:
+            with contextlib.suppress(TypeError):  # some exceptions want more than a text
                 error = known(str(text))
-            except TypeError:  # some exceptions want more than a text
-                error = RuntimeError(f"{name}: {text}")
-        else:
-            error = RuntimeError(f"{name}: {text}")
         raise error
 
 
@@ -186,11 +184,9 @@ def _become_program(connection: socket.socket) -> NoReturn:
             answer = ["value", values.encode(known[question[0]](*operands), refer)]
         except BaseException as error:  # SystemExit too: a program that ends is asked the next question all the same
             answer = ["error", [type(error).__name__, _text(error)]]
-        try:
+        with contextlib.suppress(Exception):  # the program closed or replaced them
             sys.stdout.flush()
             sys.stderr.flush()
-        except Exception:
-            pass  # the program closed or replaced them
         _send(stream, answer)
     os._exit(0)
 
