@@ -50,7 +50,7 @@ def evaluates_answers(dataset: Any) -> bool:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class IsolatedScorer:
     """One family's scorer.
 
