@@ -191,7 +191,7 @@ def refuse_missing_settings() -> None:
         _refuse([option for option, default in options.items() if not _is_given(option, default, of_it)], name)
     for name in ("gsm8k", "humaneval", "mbpp", "mt-bench", "sst2", "gym/chain_sum"):
         of_it = [each for each in files if each["task"] == name]
-        _refuse([option for option in tasks.options(name) if not _is_given(option, None, of_it)], name)
+        _refuse([option for option in tasks.option_types(name) if not _is_given(option, None, of_it)], name)
 
 
 def _is_given(name: str, default: Any, files: list[dict[str, Any]]) -> bool:
