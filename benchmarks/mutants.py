@@ -32,11 +32,11 @@ from typing import Any
 from mutant_sources import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("equations", "control/decision", "control/apply", "studies/comparison")
+CORE = ("equations", "control/decision", "control/apply", "evaluation/significance")
 SAMPLED = ("control/observer", "control/window", "methods/*", "diagnostics/measures", "tasks/answers")
 CORE_TESTS = (
     "tests/test_equations.py", "tests/control/test_decision.py", "tests/control/test_apply.py",
-    "tests/control/test_controller.py", "tests/studies/test_comparison.py",
+    "tests/control/test_controller.py", "tests/evaluation/test_significance.py",
 )  # fmt: skip
 OTHER_TESTS = (
     "tests/control/test_observer.py", "tests/diagnostics/test_measures.py", "tests/tasks/test_answers.py",

@@ -17,8 +17,8 @@ from typing import Any
 from later_seeds import later_seeds
 from noise import repeats, robustness, trainings
 
+from nalora.evaluation.significance import ALPHA, holm
 from nalora.studies.alike import LOSS
-from nalora.studies.comparison import ALPHA, holm
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"

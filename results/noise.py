@@ -13,8 +13,8 @@ from pathlib import Path
 from collect import REPEATS
 from run_tables import read_tables
 
+from nalora.evaluation.significance import Comparison, compare_methods
 from nalora.runs.folder import HELD_OUT
-from nalora.studies.comparison import Comparison, compare_pairs
 from nalora.studies.conduct import so_far
 from nalora.studies.study import read
 
@@ -81,7 +81,7 @@ def robustness(trained: Trainings, store: Path, study: str = "gsm8k") -> list[st
 def told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
     """Which arms can be told from the baseline after correction, and how far they are from it."""
     pairs = [(arm, baseline) for arm in values if arm != baseline]
-    compared = compare_pairs(values, pairs, higher_is_better=False, planned=planned)
+    compared = compare_methods(values, pairs, higher_is_better=False, planned=planned)
     found = [each for each in compared if each.verdict in ("better", "worse")]
     told = [
         f"{verdict} than {baseline}: {_listed([each for each in found if each.verdict == verdict])}"

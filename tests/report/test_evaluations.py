@@ -47,7 +47,7 @@ def test_another_data_set_under_the_same_task_is_another_column(run):
     read = read_run(run)
     assert read.evaluations.keys() == {"gym/chain_sum (data SVAMP)", "gym/chain_sum (data ASDiv)"}
     assert [list(asked) for asked in read.evaluations.values()] == [["base"], ["adapted"]]
-    assert not any("Learnt" in sentence for sentence in findings([read]))
+    assert not any("before training" in sentence for sentence in findings([read]))
     text = answers([read])
     assert text.count("<table") == 2
     (notice,) = differences([read])

@@ -16,6 +16,7 @@ from nalora.report.capacity import read_capacity
 from nalora.report.data import read_run, read_runs
 from nalora.report.html import page, write_report
 from nalora.report.payload import payload
+from nalora.report.run_tables import run_tables
 from nalora.report.sentences import findings
 from report.run_folders import summary, write, write_run
 
@@ -194,9 +195,9 @@ def test_what_can_be_said_follows_the_intervals(tmp_path):
         write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
     said = findings(read_runs(runs))
     accuracy = [sentence for sentence in said if "accuracy on gym/chain_sum" in sentence]
-    assert any("good 0.6" in sentence and sentence.startswith("Learnt") for sentence in accuracy)
-    assert any("same 0.05" in sentence and sentence.startswith("Perhaps chance") for sentence in accuracy)
-    assert any("good is better than bad, same; all others overlap" in sentence for sentence in accuracy)
+    assert any("good 0.6" in sentence and sentence.startswith("Significant improvement") for sentence in accuracy)
+    assert any("same 0.05" in sentence and sentence.startswith("No significant change") for sentence in accuracy)
+    assert any("good is better than bad, same; no other difference is significant" in sentence for sentence in accuracy)
     assert "one seed" in said[-1]
 
 
@@ -206,6 +207,25 @@ def test_a_lower_loss_is_better(tmp_path):
         write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
     said = [sentence for sentence in findings(read_runs(runs)) if "loss of the answers" in sentence]
     assert any("low is better than high" in sentence for sentence in said)
+
+
+def test_settings_with_several_seeds_are_compared_over_them_as_in_the_tables(tmp_path):
+    """By their questions alone, 60 and 80 of 100 differ significantly; over these seeds they do not."""
+    values = {"lora": (60, 60, 60), "na-lora": (80, 62, 57)}
+    runs = []
+    for method, shares in values.items():
+        for seed, right in enumerate(shares):
+            runs.append(write_run(tmp_path, name=f"{method}-{seed}", seed=seed, method=method))
+            write(next(runs[-1].glob("evaluations/**/adapted-*/summary.json")), summary(right))
+    read = read_runs(runs)
+    said = next(each for each in findings(read) if each.startswith("Comparison of settings over their seeds, accuracy"))
+    assert said.endswith("no significant difference.")
+    assert not any(cell.mark for cells in run_tables(read)["Results"].rows.values() for cell in cells)
+    for seed, right in enumerate((80, 81, 79)):
+        write(next(runs[3 + seed].glob("evaluations/**/adapted-*/summary.json")), summary(right))
+    read = read_runs(runs)
+    assert any("accuracy on gym/chain_sum: na-lora is better than lora" in sentence for sentence in findings(read))
+    assert run_tables(read)["Results"].rows["na-lora"][0].mark == "best"
 
 
 def test_several_seeds_are_not_called_one(tmp_path):

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from nalora.report.data import read_runs
-from nalora.report.run_tables import row_labels, run_tables, write_tables
+from nalora.report.naming import row_labels
+from nalora.report.run_tables import run_tables, write_tables
 from nalora.report.tables import markdown
 from nalora.runs.settings import check
 from report.run_folders import summary, write, write_run

@@ -73,7 +73,7 @@ def test_one_seed_marks_nothing_and_says_why():
     table = tabulate([Record("LoRA", 0, {"accuracy": 0.4}), Record("NA-LoRA", 0, {"accuracy": 0.9})])
     assert set(marks(table).values()) == {""}
     assert "One seed (n = 1)." in table.caption
-    assert "one seed cannot tell" in table.caption
+    assert "fewer than 3 seeds cannot show" in table.caption
     assert "±" not in markdown(table)
 
 
@@ -86,8 +86,8 @@ def test_the_caption_names_the_columns_left_open():
     records = [r._replace(measures={**r.measures, "clear": r.measures["clear"] + (r.seed % 2) * 0.1}) for r in records]
     records[0] = records[0]._replace(measures={**records[0].measures, "clear": 100.5})
     caption = tabulate(records).caption
-    assert "Bold: better than every other row" in caption
-    assert "No row is so for open." in caption
+    assert "Bold: significantly better than every other row" in caption
+    assert "No mark for open." in caption
     assert "underlined" not in caption
     assert "n = 4" in caption
 

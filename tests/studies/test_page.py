@@ -46,7 +46,7 @@ def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
     assert "Asks &lt;whether&gt; it helps." in page
     assert all(sentence in page for sentence in part.sentences())
     assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences())
-    assert "Bold: better" not in page, "marks are words here"
+    assert "Bold: significantly" not in page, "marks are words here"
     assert "lora (lr 0.001, seed 0)" in page
     assert "na-lora (lr 0.0003, seed 0)" in page
 

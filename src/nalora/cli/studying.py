@@ -70,9 +70,9 @@ def study(
         screen.print(told, highlight=False)
         return
     if any(len(arm.seeds) > 1 for arm in described.arms):
-        from nalora.evaluation.differences import distributions
+        from nalora.evaluation.significance import scipy_stats
 
-        distributions()  # what the answer needs is asked for now, not after hours of runs
+        scipy_stats()  # what the answer needs is checked now, not after hours of runs
     if known and not store.is_dir():
         raise NALoRAError(
             str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"

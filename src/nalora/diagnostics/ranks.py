@@ -5,21 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def mean_ranks(values: Tensor) -> Tensor:
-    """Ranks from 1, float64; equal values share the mean of the places they take."""
-    _, group, sizes = torch.unique(values, sorted=True, return_inverse=True, return_counts=True)
-    last = sizes.cumsum(0).double()
-    ranks: Tensor = (last - (sizes.double() - 1) / 2)[group]
-    return ranks
+from nalora.evaluation.significance import scipy_stats
 
 
 def rank_correlation(one: Tensor, other: Tensor) -> float | None:
-    """Spearman's ρ: Pearson's correlation of the mean ranks. None where either side has no order at all."""
+    """Spearman's ρ, with mean ranks for ties. None where either side has no order at all."""
     if not _ordered(one, other):
         return None
-    a, b = (ranks - ranks.mean() for ranks in (mean_ranks(one), mean_ranks(other)))
-    return float((a @ b) / (a.norm() * b.norm()))
+    return float(scipy_stats().spearmanr(one.double().cpu(), other.double().cpu()).statistic)
 
 
 def top_weights(values: Tensor, share: float) -> Tensor:

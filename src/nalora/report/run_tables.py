@@ -11,11 +11,10 @@ import numpy as np
 
 from nalora.files import atomic, outputs
 from nalora.report.data import RunData, with_comparable_evaluations
+from nalora.report.naming import row_labels, seed_of
 from nalora.report.paper_figures import MEASURES, known_mean, measure_table
 from nalora.report.sentences import base_summary, measures_of, score
 from nalora.report.tables import Column, Record, Table, latex, markdown, tabulate
-
-_NOT_A_SETTING = ("seed", "output")
 
 
 def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
@@ -59,30 +58,6 @@ def run_tables(runs: Sequence[RunData]) -> dict[str, Table]:
         if table.columns:
             tables[name] = table
     return tables
-
-
-def row_labels(runs: Sequence[RunData]) -> list[str]:
-    """The method, with the settings that tell apart what is not the same setting with another seed."""
-    settings = [{k: v for k, v in run.settings.items() if k not in _NOT_A_SETTING} for run in runs]
-    labels = []
-    for run, mine in zip(runs, settings, strict=True):
-        alike = [other for other, each in zip(settings, runs, strict=True) if each.method == run.method]
-        differ = [k for k in mine if any(other.get(k) != mine[k] for other in alike)]
-        differ += [k for k in ("model", "task") if k in mine and any(other.get(k) != mine[k] for other in settings)]
-        told = ", ".join(f"{k}={mine[k]}" for k in dict.fromkeys(differ) if k != "method")
-        labels.append(f"{run.method} ({told})" if told else run.method)
-    places = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
-    # The same setting and seed twice cannot share a cell, so such runs stand under their own names.
-    return [
-        f"{place[0]} [{run.name}]" if places.count(place) > 1 else place[0]
-        for place, run in zip(places, runs, strict=True)
-    ]
-
-
-def seed_of(run: RunData) -> int:
-    """The run's seed; 0, the default, where its settings are not known."""
-    seed = run.settings.get("seed", 0)
-    return seed if isinstance(seed, int) else 0
 
 
 def _results(runs: Sequence[RunData], labels: Sequence[str]) -> Table:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from nalora.evaluation.intervals import Interval
+from nalora.evaluation.significance import FEWEST_SEEDS, Estimate, compare_estimates, compare_methods
 from nalora.report.data import RunData
+from nalora.report.naming import row_labels, seed_of
 from nalora.report.packing import plain
 from nalora.report.tables import lower_is_better
 
-Interval = tuple[float, float]
 LOSS = "loss of the answers"
 # Beyond so many, runs are counted or only named.
 _MANY = 3
@@ -32,7 +35,7 @@ def score(who: str, summary: dict[str, Any] | None, measure: str) -> Score | Non
     if found is None:
         return None
     interval = found.get("binomial") or found.get("bootstrap")
-    pair = (plain(float(interval[0])), plain(float(interval[1]))) if interval else None
+    pair = Interval(*(plain(float(end)) for end in interval)) if interval else None
     return Score(who, plain(float(found["value"])), pair)
 
 
@@ -57,7 +60,7 @@ def measures_of(runs: Sequence[RunData], task: str) -> list[str]:
 
 
 def findings(runs: Sequence[RunData]) -> list[str]:
-    """Whether each run learnt, and whether any beats another, as far as the intervals go."""
+    """Whether training changed each run's results, and whether any run is better than another."""
     sentences: list[str] = []
     for task in dict.fromkeys(task for run in runs for task in run.evaluations):
         measures = measures_of(runs, task)
@@ -66,80 +69,90 @@ def findings(runs: Sequence[RunData]) -> list[str]:
             if LOSS in measures[1:]:
                 sentences += _of_task(runs, task, LOSS)
     if not sentences:
-        sentences.append("No run was asked held-out questions, so only the loss on its training data is known.")
-    return [*sentences, *_seeds(runs)]
+        sentences.append("No run was evaluated on held-out questions, so only the loss on its training data is known.")
+    labels = row_labels(runs)
+    if runs and len({*labels}) == len(runs):
+        sentences.append(
+            "Every setting was run with one seed. The intervals show how much the choice of test questions matters; "
+            "how much another seed would change is not known."
+        )
+    return sentences
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
     what = f"{measure} on {task}"
-    after: list[Score] = []
-    verdicts: dict[tuple[Score, str], list[Score]] = {}
-    for run in runs:
-        adapted = score(run.name, run.evaluations.get(task, {}).get("adapted"), measure)
-        if adapted is None:
-            continue
-        after.append(adapted)
-        before = score("base", base_summary(runs, run, task), measure)
-        if before is not None:
-            verdicts.setdefault((before, _verdict(before, adapted, measure)), []).append(adapted)
-    for (before, verdict), scores in verdicts.items():
-        listed = ", ".join(each.who if len(scores) > _MANY else f"{each.who} {_shown(each)}" for each in scores)
-        yield f"{verdict}: {what} was {_shown(before)} before training; after it {listed}."
-    if len(after) > 1:
-        yield f"Run against run, {what}: {_against_one_another(after, measure)}."
+    higher = not lower_is_better(measure)
+    after: dict[int, Score] = {}  # by the run's place
+    before: dict[int, Score] = {}
+    for place, run in enumerate(runs):
+        if adapted := score(run.name, run.evaluations.get(task, {}).get("adapted"), measure):
+            after[place] = adapted
+            if base := score("base", base_summary(runs, run, task), measure):
+                before[place] = base
+    changes = _compared({place: (after[place], base) for place, base in before.items()}, higher_is_better=higher)
+    groups: dict[tuple[Score, str], list[Score]] = {}
+    for place, base in before.items():
+        groups.setdefault((base, _CHANGES[changes.get(place, "")]), []).append(after[place])
+    for (base, change), scores in groups.items():
+        listed = ", ".join(one.who if len(scores) > _MANY else f"{one.who} {_shown(one)}" for one in scores)
+        yield f"{change}: {what} was {_shown(base)} before training; after training: {listed}."
+    repeated = _over_seeds(runs, after)
+    if len(repeated) > 1:
+        compared = compare_methods(repeated, list(combinations(repeated, 2)), higher_is_better=higher)
+        verdicts = {(one.method, one.baseline): str(one.verdict) for one in compared}
+        yield f"Comparison of settings over their seeds, {what}: {_differences(verdicts)}."
+    elif len(after) > 1:
+        pairs = {(one.who, other.who): (one, other) for one, other in combinations(after.values(), 2)}
+        yield f"Comparison of runs, {what}: {_differences(_compared(pairs, higher_is_better=higher))}."
 
 
-def _verdict(before: Score, after: Score, measure: str) -> str:
-    if before.interval is None or after.interval is None:
-        return "No interval, so nothing about chance"
-    if _overlap(before, after):
-        return "Perhaps chance, as the intervals overlap"
-    return "Learnt, beyond chance" if _better(after, before, measure) else "Got worse, beyond chance"
+_CHANGES = {
+    "better": "Significant improvement",
+    "worse": "Significantly worse",
+    "not distinguishable": "No significant change",
+    "": "No interval, so significance is not known",
+}
 
 
-def _against_one_another(scores: Sequence[Score], measure: str) -> str:
-    """Who beats whom beyond the intervals; with many runs by the winners' names."""
-    beaten: dict[str, list[str]] = {}
-    for a, b in combinations(scores, 2):
-        if not _overlap(a, b):
-            winner, loser = (a, b) if _better(a, b, measure) else (b, a)
-            beaten.setdefault(winner.who, []).append(loser.who)
-    if not beaten:
-        return "all 95 % intervals overlap, which does not show that one is better"
+def _compared(pairs: Mapping[Any, tuple[Score, Score]], *, higher_is_better: bool) -> dict[Any, str]:
+    """The verdict on each pair of which both have an interval."""
+    estimates = {
+        claim: (Estimate(one.value, one.interval), Estimate(other.value, other.interval))
+        for claim, (one, other) in pairs.items()
+        if one.interval is not None and other.interval is not None
+    }
+    return dict(compare_estimates(estimates, higher_is_better=higher_is_better))
+
+
+def _over_seeds(runs: Sequence[RunData], scores: Mapping[int, Score]) -> dict[str, dict[int, float]]:
+    """The values of each setting by seed, of those with enough seeds, none of which diverged."""
+    values: dict[str, dict[int, float]] = {}
+    for place, label in enumerate(row_labels(runs)):
+        if place in scores:
+            values.setdefault(label, {})[seed_of(runs[place])] = scores[place].value
+    return {
+        label: by_seed
+        for label, by_seed in values.items()
+        if len(by_seed) >= FEWEST_SEEDS and all(map(math.isfinite, by_seed.values()))
+    }
+
+
+def _differences(verdicts: Mapping[tuple[str, str], str]) -> str:
+    """Which is better than which; with many runs only how many it is better than."""
+    worse: dict[str, list[str]] = {}
+    for (one, other), verdict in verdicts.items():
+        if verdict in ("better", "worse"):
+            winner, loser = (one, other) if verdict == "better" else (other, one)
+            worse.setdefault(winner, []).append(loser)
+    if not worse:
+        return "no significant difference"
     clauses = [
-        f"{winner} is better than {len(losers)}"
-        if len(losers) > _MANY
-        else f"{winner} is better than {', '.join(losers)}"
-        for winner, losers in beaten.items()
+        f"{winner} is better than {len(losers) if len(losers) > _MANY else ', '.join(losers)}"
+        for winner, losers in worse.items()
     ]
-    pairs = len(scores) * (len(scores) - 1) // 2
-    caution = f"; of {pairs} pairs a few differ by chance alone" if pairs > 2 * _MANY else ""
-    return "beyond their 95 % intervals, " + "; ".join(clauses) + "; all others overlap" + caution
-
-
-def _better(a: Score, b: Score, measure: str) -> bool:
-    return a.value < b.value if lower_is_better(measure) else a.value > b.value
-
-
-def _overlap(a: Score, b: Score) -> bool:
-    if a.interval is None or b.interval is None:
-        return True
-    return a.interval[0] <= b.interval[1] and b.interval[0] <= a.interval[1]
+    return f"{'; '.join(clauses)}; no other difference is significant (p ≤ 0.05, Holm-corrected)"
 
 
 def _shown(score: Score) -> str:
     text = f"{score.value:.3g}"
-    return text if score.interval is None else f"{text} ({score.interval[0]:.3g} … {score.interval[1]:.3g})"
-
-
-def _seeds(runs: Sequence[RunData]) -> Iterator[str]:
-    seeds: dict[tuple[str, ...], set[Any]] = {}
-    for run in runs:
-        # Runs that differ in nothing but the seed are one setting, tried again.
-        rest = {k: v for k, v in run.settings.items() if k not in ("seed", "output")}
-        seeds.setdefault(tuple(f"{k}={v}" for k, v in sorted(rest.items())), set()).add(run.settings.get("seed"))
-    if runs and all(len(each) < 2 for each in seeds.values()):
-        yield (
-            "Every setting was run with one seed. The intervals are about which questions were asked; how much "
-            "another seed would change is not known."
-        )
+    return text if score.interval is None else f"{text} (95 % CI {score.interval.low:.3g} … {score.interval.high:.3g})"

@@ -1,9 +1,8 @@
 """Tables of results as Markdown and LaTeX: mean ± standard deviation over seeds, marks only where they are earned.
 
-As in the paper the best is bold and the second best underlined. Unlike there, the best is marked only if it is better
-than every other row by a 95 % interval of the difference that excludes zero (`evaluation.differences`), the second
-only if it is so against every row behind it. Two equal methods are told apart wrongly in 5 % of the tables; needing
-every comparison of a row to succeed, more rows make that rarer, not likelier.
+As in the paper the best is bold and the second best underlined. Unlike there, the best is marked only if it is
+significantly better than every other row (`evaluation.significance`), the second only if it is so against every row
+behind it. Two equal methods get a wrong mark in 5 % of the tables, more of them less often.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from nalora.errors import NALoRAError
-from nalora.evaluation.differences import difference
+from nalora.evaluation.significance import FEWEST_SEEDS, compare_methods
 from nalora.report.naming import brief, tidy
 
 _SCHEME = re.compile(r"\b(https?|ftp|mailto|xmpp):", re.IGNORECASE)
@@ -162,9 +161,11 @@ def tabulate(
     for i, column in enumerate(columns):
         if not column.ranked:
             continue
-        compared = [cells[i] for label, cells in rows.items() if label not in unranked and math.isfinite(cells[i].mean)]
+        compared = {
+            label: cells[i] for label, cells in rows.items() if label not in unranked and math.isfinite(cells[i].mean)
+        }
         _mark(compared, lower=column.lower_is_better)
-        if len(compared) > 1 and not any(cell.mark for cell in compared):
+        if len(compared) > 1 and not any(cell.mark for cell in compared.values()):
             undecided.append(column.title or column.measure)
     counts = {
         len(cell.values) for label, cells in rows.items() if label not in unranked for cell in cells if cell.values
@@ -239,20 +240,17 @@ def escape_latex(text: str) -> str:
     return " ".join("".join(_LATEX.get(c, c) for c in tidy(text)).split())
 
 
-def _mark(cells: list[Cell], *, lower: bool) -> None:
-    """Mark the best, and behind a marked best the second, where each stands clear of every cell behind it."""
-    ranked = sorted(cells, key=lambda cell: cell.mean, reverse=not lower)
+def _mark(cells: Mapping[str, Cell], *, lower: bool) -> None:
+    """Mark the best, and behind a marked best the second, where each is better than every row behind it."""
+    values = {label: cell.values for label, cell in cells.items()}
+    ranked = sorted(cells, key=lambda label: cells[label].mean, reverse=not lower)
     marks: tuple[Mark, ...] = ("best", "second")
     for place, mark in enumerate(marks):
-        behind = ranked[place + 1 :]
-        if not behind or not all(_clear(ranked[place], other) for other in behind):
+        pairs = [(ranked[place], other) for other in ranked[place + 1 :]] if place < len(ranked) else []
+        compared = compare_methods(values, pairs, higher_is_better=not lower)
+        if not compared or any(comparison.verdict != "better" for comparison in compared):
             return
-        ranked[place].mark = mark
-
-
-def _clear(better: Cell, other: Cell) -> bool:
-    interval = difference(better.values, other.values)
-    return interval is not None and not interval.low <= 0 <= interval.high
+        cells[ranked[place]].mark = mark
 
 
 def _count(rows: Mapping[str, Sequence[Cell]], seeds: int | None) -> str:
@@ -269,16 +267,16 @@ def _legend(rows: Mapping[str, Sequence[Cell]], columns: Sequence[Column], undec
     cells = [cell for row in rows.values() for cell in row]
     if len(rows) < 2:
         return ""
-    if all(len(cell.values) < 2 for cell in cells):
-        return "Nothing is marked: one seed cannot tell a difference from chance."
-    test = "by 95 % intervals of the difference (Student's t, paired where seeds are shared)"
+    if all(len(cell.values) < FEWEST_SEEDS for cell in cells):
+        return f"Nothing is marked: fewer than {FEWEST_SEEDS} seeds cannot show a significant difference."
+    test = "(Student's t-test, paired by seed, Holm-corrected, p ≤ 0.05)"
     if not any(cell.mark for cell in cells):
-        return f"Nothing is marked: no row is clear of every other {test}."
+        return f"Nothing is marked: no row is significantly better than every other {test}."
     marked = {cell.mark for cell in cells}
-    second = ", underlined: clear of every row behind it" if "second" in marked else ""
-    rest = f" No row is so for {', '.join(undecided)}." if undecided else ""
-    each = " Each column on its own." if len(columns) > 1 else ""
-    return f"Bold: better than every other row{second}, {test}.{each}{rest}"
+    second = ", underlined: than every row behind it" if "second" in marked else ""
+    unmarked = f" No mark for {', '.join(undecided)}." if undecided else ""
+    columnwise = " Each column on its own." if len(columns) > 1 else ""
+    return f"Bold: significantly better than every other row{second} {test}.{columnwise}{unmarked}"
 
 
 def _decimals(column: Column, cells: Sequence[Cell]) -> int:

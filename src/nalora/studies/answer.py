@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from nalora.evaluation.significance import FEWEST_SEEDS, Comparison, compare_methods
 from nalora.files import atomic, outputs
 from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
 from nalora.studies import alike
 from nalora.studies.alike import LOSS, is_loss
-from nalora.studies.comparison import FEWEST_SEEDS, Comparison, compare_pairs, sentence
 from nalora.studies.job import Job
 from nalora.studies.schedule import Cell, Schedule, is_screened
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result
@@ -69,7 +69,7 @@ class Part(NamedTuple):
     def sentences(self) -> list[str]:
         """What may be said."""
         told = [*self.comparisons.items(), *self.controls.items()]
-        return [sentence(each, measure) for measure, found in told for each in found] + list(self.not_compared)
+        return [each.sentence(measure) for measure, found in told for each in found] + list(self.not_compared)
 
 
 def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Part]:
@@ -231,7 +231,7 @@ def _compared(
     finite = {arm: by_seed for arm, by_seed in values.items() if not diverged_seeds(by_seed)}
     known = [pair for pair in pairs if finite.keys() >= {*pair}]
     planned = sum(len(seeds[arm] & seeds[baseline]) >= FEWEST_SEEDS for arm, baseline in pairs)
-    return compare_pairs(finite, known, higher_is_better=not is_loss(measure), planned=planned)
+    return compare_methods(finite, known, higher_is_better=not is_loss(measure), planned=planned)
 
 
 def in_markdown(study: Study, parts: list[Part]) -> str:
@@ -336,4 +336,4 @@ def _as_rows(lost: Mapping[str, Sequence[LostRun]]) -> list[dict[str, str]]:
 
 
 def _as_numbers(comparisons: Mapping[str, list[Comparison]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [each._asdict() for each in found] for name, found in comparisons.items()}
+    return {name: [each.numbers() for each in found] for name, found in comparisons.items()}

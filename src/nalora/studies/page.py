@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
+from nalora.evaluation.significance import Comparison
 from nalora.report.data import RunData, read_run
 from nalora.report.html import write_report
 from nalora.report.study_answer import AnswerPart, Difference, StudyAnswer
 from nalora.studies.answer import Part, answer
-from nalora.studies.comparison import Comparison
 from nalora.studies.conduct import Progress, so_far
 from nalora.studies.schedule import Cell
 from nalora.studies.store import VALIDATION

@@ -1,0 +1,297 @@
+"""Whether results differ significantly: the one place where tables, sentences, reports and studies get their verdicts.
+
+Over seeds the test is Student's, on differences paired by seed: with the three to five seeds that anybody runs it keeps
+its stated rate. A percentile bootstrap over five seeds calls 16 % of equal methods different where it says 5 %; its
+interval is reported next to Student's, for those who expect it, and decides nothing.
+
+Below three seeds nothing is decided. Shares of a hundred questions often differ by the same number with two seeds, and
+seem certain then: ten arms equal to the baseline gave a false claim in every second study. With more seeds, differences
+that are all equal are taken as equal within what the measure can resolve (`deviation`).
+
+Single runs are compared by the 95 % intervals that their test questions give (`compare_estimates`), which cannot say
+how another seed would do. Every family of comparisons is corrected by Holm's method.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from nalora.errors import NALoRAError, counted
+from nalora.evaluation.intervals import Interval
+
+ALPHA = 0.05
+POWER = 0.8
+FEWEST_SEEDS = 3
+_MOST_SEEDS = 10_000
+# Shares of the same answers, divided and subtracted, differ by as much as rounding does.
+_ROUNDING = 1e-9
+_DRAWS = 2_000
+
+Verdict = Literal["better", "worse", "not distinguishable", "too few seeds"]
+Claim = TypeVar("Claim", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method compared with a baseline over the seeds that both have.
+
+    Attributes:
+        differences: method − baseline by seed.
+        finest: the smallest step that the measure takes, see `deviation`.
+        family: the number of comparisons that Holm's correction counts.
+        p: None below three seeds.
+        adjusted_p: Holm's, over the family: all comparisons of one measure that were planned together.
+    """
+
+    method: str
+    baseline: str
+    differences: tuple[float, ...]
+    finest: float
+    family: int
+    p: float | None
+    adjusted_p: float | None
+    higher_is_better: bool
+    alpha: float = ALPHA
+
+    @property
+    def seeds(self) -> int:
+        """The number of shared seeds."""
+        return len(self.differences)
+
+    @property
+    def difference(self) -> float:
+        """The mean; NaN without a shared seed."""
+        return statistics.fmean(self.differences) if self.differences else math.nan
+
+    @property
+    def interval(self) -> Interval | None:
+        """Student's, of this comparison alone; None below two seeds."""
+        return student_interval(self.differences, self.alpha, self.finest) if self.seeds > 1 else None
+
+    @property
+    def bootstrap(self) -> Interval | None:
+        """As `bootstrap_interval`; None below two seeds."""
+        return bootstrap_interval(self.differences) if self.seeds > 1 else None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What may be claimed."""
+        if self.adjusted_p is None:
+            return "too few seeds"
+        if self.adjusted_p > self.alpha:
+            return "not distinguishable"
+        return "better" if (self.difference > 0) == self.higher_is_better else "worse"
+
+    @property
+    def seeds_to_decide(self) -> int | None:
+        """For a difference as large as this; None where it is decided already or cannot be said."""
+        if self.verdict != "not distinguishable":
+            return None
+        return seeds_to_decide(self.differences, self.alpha / self.family, self.finest)
+
+    def numbers(self) -> dict[str, Any]:
+        """For a file."""
+        names = ("method", "baseline", "seeds", "difference", "interval", "bootstrap", "p", "adjusted_p", "verdict",
+                 "seeds_to_decide")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def sentence(self, measure: str) -> str:
+        """What may be said, in plain words."""
+        size = f"{self.difference:+.4g} {measure}"
+        if not self.seeds:
+            return f"{self.method} and {self.baseline} have no seed in common: {measure} not compared."
+        if self.interval is None:
+            return f"{self.method}: {size} beside {self.baseline} with one seed, from which nothing follows."
+        low, high = self.interval
+        numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {counted(self.seeds, 'seed')}"
+        if self.verdict in ("better", "worse"):
+            return (
+                f"{self.method} is {self.verdict} than {self.baseline}: {numbers}, adjusted p = {self.adjusted_p:.2g}."
+            )
+        if self.verdict == "too few seeds":
+            return f"{self.method} beside {self.baseline}: {numbers}, which are too few to tell them apart by."
+        enough = self.seeds_to_decide
+        more = (
+            f"about {enough} seeds would decide a difference of this size"
+            if enough
+            else "no practical number of seeds would decide it"
+        )
+        return f"{self.method} is not distinguishable from {self.baseline} at this size: {numbers}; {more}."
+
+
+def compare_methods(
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    *,
+    higher_is_better: bool,
+    alpha: float = ALPHA,
+    planned: int = 0,
+) -> list[Comparison]:
+    """Each method against its own baseline, corrected for so many pairs.
+
+    Args:
+        values: a result by method and seed; pairs of the same seed share data order and start.
+        pairs: methods and what each is compared with.
+        higher_is_better: True for an accuracy, False for a loss.
+        alpha: how often equal methods may be called different, over all pairs together.
+        planned: the number of pairs planned, where that is more: what failed must not make the rest easier to claim.
+    """
+    differences = {
+        (method, baseline): tuple(
+            values[method][seed] - values[baseline][seed]
+            for seed in sorted(values[method].keys() & values[baseline].keys())
+        )
+        for method, baseline in pairs
+    }
+    finest = resolution(values)
+    tested = {pair: _p_value(by_seed, finest) for pair, by_seed in differences.items() if len(by_seed) >= FEWEST_SEEDS}
+    family = max(planned, len(tested))
+    adjusted = holm(tested, family)
+    return [
+        Comparison(*pair, by_seed, finest, family, tested.get(pair), adjusted.get(pair), higher_is_better, alpha)
+        for pair, by_seed in differences.items()
+    ]
+
+
+def resolution(values: Mapping[str, Mapping[int, float]]) -> float:
+    """The smallest step that the measure is seen to take, between any two results; 0 where all are the same."""
+    ordered = sorted(value for by_seed in values.values() for value in by_seed.values())
+    rounding = _ROUNDING * max(map(abs, ordered), default=0.0)
+    return min((high - low for low, high in itertools.pairwise(ordered) if high - low > rounding), default=0.0)
+
+
+def deviation(differences: Sequence[float], finest: float = 0.0) -> float:
+    """The standard deviation; of differences that are all equal, that of what the measure rounds away.
+
+    A value known to a step `finest` may lie anywhere within it, with a standard deviation of finest/√12.
+    """
+    spread = statistics.stdev(differences)
+    return spread if spread > _ROUNDING * max(map(abs, differences)) else finest / math.sqrt(12)
+
+
+def student_interval(differences: Sequence[float], alpha: float = ALPHA, finest: float = 0.0) -> Interval:
+    """The interval of the mean of normal values; `finest` as for `deviation`.
+
+    scipy's `ttest_rel` has no answer for differences that are all equal, which shares of few questions often are.
+    """
+    mean, n = statistics.fmean(differences), len(differences)
+    half = _student_quantile(n - 1, alpha) * deviation(differences, finest) / math.sqrt(n)
+    return Interval(mean - half, mean + half)
+
+
+def bootstrap_interval(differences: Sequence[float]) -> Interval:
+    """The percentile interval of the mean over values drawn with replacement, the same draws each time."""
+    n = len(differences)
+    drawn = torch.randint(n, (_DRAWS, n), generator=torch.Generator().manual_seed(0))
+    means = torch.tensor(differences, dtype=torch.float64)[drawn].mean(1)
+    return Interval(*means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist())
+
+
+def _p_value(differences: Sequence[float], finest: float) -> float:
+    spread, mean = deviation(differences, finest), abs(statistics.fmean(differences))
+    if mean == 0 or spread == 0:
+        return 1.0
+    return float(2 * scipy_stats().t.sf(mean / (spread / math.sqrt(len(differences))), len(differences) - 1))
+
+
+def holm(p_values: Mapping[Claim, float], family: int = 0) -> dict[Claim, float]:
+    """Holm's adjustment: the chance of any false claim among all stays below alpha.
+
+    A `family` of more than these counts those that are missing as the least likely ones.
+    """
+    adjusted: dict[Claim, float] = {}
+    largest = 0.0
+    for place, (claim, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, (max(family, len(p_values)) - place) * p))
+        adjusted[claim] = largest
+    return adjusted
+
+
+def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 0.0) -> int | None:
+    """With how many seeds, three or more, a difference as large as this one's mean is found four times out of five.
+
+    None where there is no difference at all, or where 10,000 seeds would not suffice; `finest` as for `deviation`.
+    """
+    mean, spread = abs(statistics.fmean(differences)), deviation(differences, finest)
+    if mean == 0:
+        return None
+    effect = mean / spread if spread else math.inf
+
+    def power(n: int) -> float:
+        return float(scipy_stats().nct.sf(_student_quantile(n - 1, alpha), n - 1, effect * math.sqrt(n)))
+
+    low = high = FEWEST_SEEDS
+    while power(high) < POWER:
+        if high == _MOST_SEEDS:
+            return None
+        low, high = high, min(2 * high, _MOST_SEEDS)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(middle) >= POWER else (middle + 1, high)
+    return high
+
+
+class Estimate(NamedTuple):
+    """A measure of one run with the 95 % interval that its test questions give."""
+
+    value: float
+    interval: Interval
+
+
+def compare_estimates(
+    pairs: Mapping[Claim, tuple[Estimate, Estimate]], *, higher_is_better: bool, alpha: float = ALPHA
+) -> dict[Claim, Literal["better", "worse", "not distinguishable"]]:
+    """The first of each pair compared with the second, corrected for so many pairs.
+
+    At one pair it is Newcombe's hybrid interval of the difference that decides: each value's distance to the end of its
+    interval that faces the other value. Runs that answered the same questions are compared a little too cautiously.
+    """
+    adjusted = holm({claim: _p_of_estimates(*pair) for claim, pair in pairs.items()})
+    return {
+        claim: "not distinguishable"
+        if adjusted[claim] > alpha
+        else "better"
+        if (one.value > other.value) == higher_is_better
+        else "worse"
+        for claim, (one, other) in pairs.items()
+    }
+
+
+def _p_of_estimates(one: Estimate, other: Estimate) -> float:
+    lower, upper = sorted((one, other), key=lambda estimate: estimate.value)
+    gap, half = (
+        upper.value - lower.value,
+        math.hypot(upper.value - upper.interval.low, lower.interval.high - lower.value),
+    )
+    if not (gap > 0 and 0 < half < math.inf):  # one question gives an interval without width, and a ruined run NaN
+        return 1.0
+    normal = statistics.NormalDist()
+    return 2 * normal.cdf(normal.inv_cdf(0.025) * gap / half)
+
+
+@lru_cache(maxsize=1024)
+def _student_quantile(freedom: int, alpha: float) -> float:
+    return float(scipy_stats().t.ppf(1 - alpha / 2, freedom))
+
+
+def scipy_stats() -> Any:
+    """`scipy.stats`, which statistics over seeds and rank correlations need.
+
+    Raises:
+        NALoRAError: scipy is not installed.
+    """
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise NALoRAError(
+            "statistics", found="no scipy", expected="the report extra", fix="pip install 'nalora[report]'"
+        ) from error
+    return stats
