@@ -39,7 +39,7 @@ def keep_answer(name: str, store: Path) -> Path:
     """Write the answer of a study, as a page and as numbers; the page."""
     study = read(STUDIES / f"{name}.yaml")
     progress = so_far(study, store)
-    page = write(study, answer(progress.schedule, progress.results, progress.failed), store)
+    page = write(answer(progress.schedule, progress.results, progress.failed), store)
     for file in (page.with_suffix(".json"), page):
         target = RESULTS / name / f"answer{file.suffix}"
         shutil.copyfile(file, target)

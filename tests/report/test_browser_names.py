@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from nalora.evaluation.significance import compare_methods
 from nalora.report.data import read_run
 from nalora.report.html import write_report
-from nalora.report.study_answer import AnswerPart, Difference, StudyAnswer
+from nalora.report.study_answer import AnswerPart, StudyAnswer
 from nalora.report.tables import Record, tabulate
 from report.browsing import Visit, a_browser
 from report.run_folders import EVALUATED, summary, write, write_run
@@ -38,19 +39,20 @@ def page(tmp_path_factory):
             summary(40) | {"task": LINK, "evaluated": EVALUATED | {"questions": name[:9], "data": LINK}},
         )
         runs.append(replace(read_run(path), name=name))
-    found = [Difference(name, LINK, 0.1 * i, (-0.1, 0.3), 3, "better") for i, name in enumerate(NAMES)]
+    values = {name: {seed: 1.0 + 0.1 * i + 0.01 * seed for seed in range(3)} for i, name in enumerate(NAMES)}
+    found = compare_methods(values, [(name, LINK) for name in NAMES], higher_is_better=True)
     part = AnswerPart(
-        heading=LINK,
+        {"over": LINK},
         table=tabulate([Record(name, 0, {LINK: 1.0}) for name in NAMES]),
         sentences=[f"{LINK} is better"],
         notes=[LINK],
         screening={name: {1e-3: 0.5, 1e-2: 0.4} for name in NAMES},
         rates=dict.fromkeys(NAMES, 1e-3),
-        differences={LINK: found},
+        comparisons={LINK: found},
         controls={LINK: found},
-        shown={name: i for i, name in enumerate(NAMES)},
+        shown={name: f"run-{i}" for i, name in enumerate(NAMES)},
     )
-    return write_report(runs, folder / "report.html", StudyAnswer(LINK, LINK, LINK, [part]))
+    return write_report(runs, folder / "report.html", StudyAnswer(LINK, LINK, [part], LINK))
 
 
 @pytest.fixture(scope="module")

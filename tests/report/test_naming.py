@@ -19,8 +19,8 @@ from nalora.report.figures import _file_names, loss_curves, write_figures
 from nalora.report.html import page
 from nalora.report.naming import MOST, brief, tidy
 from nalora.report.run_tables import run_tables
+from nalora.report.study_answer import AnswerPart, StudyAnswer
 from nalora.report.tables import Column, Record, escape_latex, escape_markdown, latex, markdown, tabulate
-from nalora.studies.answer import Part, in_markdown
 from report.run_folders import write_run
 
 HOSTILE = (
@@ -158,13 +158,10 @@ def test_tables_of_runs_with_any_name(run):
 
 @pytest.mark.parametrize("name", ['<a href="https://evil.example/">x</a>', "[x](https://evil.example)"])
 def test_a_studys_markdown_has_no_markup_of_its_arms(name):
-    class Named:
-        pass
-
-    study = Named()
-    study.name = name
     table = tabulate([Record(name, 0, {"test loss": 1.0})])
-    part = Part({"over": name}, table, {}, {name: 1e-3}, (name,), (), {name: {1e-3: 0.5}}, {}, (f"{name} diverged",))
-    text = in_markdown(study, [part]).replace(f"<!-- {outputs.TEXT} -->", "")
+    part = AnswerPart(
+        {"over": name}, table, [f"{name} diverged"], [f"Not complete: {name}."], {name: {1e-3: 0.5}}, {name: 1e-3}
+    )
+    text = StudyAnswer(name, name, [part]).markdown().replace(f"<!-- {outputs.TEXT} -->", "")
     assert not re.search(r"(?<!\\)[<\[]", re.sub(r"</?u>", "", text))
     assert "https:" not in text

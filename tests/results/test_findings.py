@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nalora.studies.answer import answer, in_markdown, write
+from nalora.studies.answer import answer, write
 from nalora.studies.conduct import so_far
 from nalora.studies.page import write_page_of
 from nalora.studies.study import read
@@ -29,10 +29,10 @@ def script(name):
 def test_an_answer_follows_from_its_runs(name, store, tmp_path):
     study = read(ROOT / "studies" / f"{name}.yaml")
     progress = so_far(study, store)
-    parts = answer(progress.schedule, progress.results, progress.failed)
-    write(study, parts, tmp_path)
+    found = answer(progress.schedule, progress.results, progress.failed)
+    write(found, tmp_path)
     kept = RESULTS / name / "answer.json"
-    assert in_markdown(study, parts) == kept.with_suffix(".md").read_text()
+    assert found.markdown() == kept.with_suffix(".md").read_text()
     assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads(kept.read_text())
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from nalora.studies.answer import answer, in_markdown, write
+from nalora.studies.answer import answer, write
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import TEST, VALIDATION, Result
 from nalora.studies.study import understand
@@ -30,7 +30,7 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
             for seed in (0, 1):
                 loss = 1.0 if rate == wanted else 2.0
                 results[schedule.job(cell, rate, seed).key] = Result(loss, {VALIDATION: loss, TEST: loss}, {}, 1.0)
-    page = in_markdown(schedule.study, answer(schedule, results, {}))
+    page = answer(schedule, results, {}).markdown()
     assert ("perhaps better beyond it: lora." in page) == named
     assert f"**{best:g}: 1.0000**" in page
     assert page.count("**0.0003: 1.0000**") == (2 if best == 3e-4 else 1)
@@ -40,7 +40,7 @@ def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
     schedule = Schedule(understand(STUDY), "store")
     lora = schedule.cells[0]
     known = schedule.job(lora, 1e-4, 0).key
-    page = in_markdown(schedule.study, answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}))
+    page = answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}).markdown()
     assert "| lora | 0.0001: 0.5000, 0.0003: –, 0.001: – |" in page
     assert "Not complete: lora; dora." in page
     assert "**0." not in page
@@ -55,7 +55,7 @@ def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():
         for cell in schedule.cells
         for seed in (0, 1)
     }
-    (part,) = answer(schedule, results, {})
+    (part,) = answer(schedule, results, {}).parts
     assert [(column.measure, column.scale) for column in part.table.columns] == [("rating", 1.0), ("pass_at_1", 100.0)]
     assert part.missing == ()
     assert {each.measure for each in part.table.columns} == part.comparisons.keys()
@@ -72,12 +72,13 @@ def test_an_arm_is_compared_with_its_controls_as_a_family_of_its_own():
         for cell in schedule.cells
         for seed, noise in enumerate([5.0, 6.0, 7.0 if cell.arm.name == "lora" else 7.01])
     }
-    (part,) = answer(schedule, results, {})
+    found = answer(schedule, results, {})
+    (part,) = found.parts
     ((control,),) = part.controls.values()
     assert (control.method, control.baseline, control.verdict) == ("rslora", "dora", "better")
     assert control.adjusted_p == control.p, "the comparisons with the baseline are another family"
     assert [each.baseline for each in part.comparisons["test loss"]] == ["lora", "lora"]
-    page = in_markdown(schedule.study, [part])
+    page = found.markdown()
     assert "- rslora is better than dora" in page
     assert "- rslora is not distinguishable from lora" in page
 
@@ -88,7 +89,7 @@ def test_a_control_that_has_not_run_yet_is_left_out():
     results = {
         schedule.job(lora, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: 1.0}, {}, 1.0) for seed in (0, 1)
     }
-    (part,) = answer(schedule, results, {})
+    (part,) = answer(schedule, results, {}).parts
     assert part.controls == {}
 
 
@@ -104,7 +105,7 @@ def of_losses(losses, **changes):
         for cell in schedule.cells
         for seed, loss in enumerate(losses[cell.arm.name])
     }
-    return answer(schedule, results, {})[0]
+    return answer(schedule, results, {}).parts[0]
 
 
 def test_an_arm_that_diverged_with_some_seeds_is_not_compared_by_the_others():
@@ -112,7 +113,7 @@ def test_an_arm_that_diverged_with_some_seeds_is_not_compared_by_the_others():
     part = of_losses({**finite, "dora": [0.5, 0.61, math.inf, 0.5, math.inf]}, controls={"dora": ["rslora"]})
     assert [each.method for each in part.comparisons["test loss"]] == ["rslora"]
     assert part.controls.keys() == {"accuracy"}
-    assert part.sentences()[-2:] == [
+    assert part.sentences[-2:] == [
         "dora diverged with 2 of 5 seeds: not compared with lora by test loss.",
         "dora diverged with 2 of 5 seeds: not compared with rslora by test loss.",
     ]
@@ -133,12 +134,12 @@ def test_with_a_baseline_that_diverged_nothing_is_compared(diverged):
     part = of_losses({"lora": [math.inf] * diverged + [1.0] * (3 - diverged), "dora": [0.5, 0.6, 0.7]})
     assert "test loss" not in part.comparisons
     told = f"lora diverged with {diverged} of 3 seeds: dora not compared with lora by test loss."
-    assert told in part.sentences()
+    assert told in part.sentences
 
 
 def test_of_two_that_diverged_both_are_named():
     part = of_losses({"lora": [math.inf, 1.0, 1.0], "dora": [1.0, math.inf, math.inf]})
-    assert part.sentences()[-1] == (
+    assert part.sentences[-1] == (
         "dora diverged with 2 of 3 seeds and lora diverged with 1 of 3 seeds: not compared with lora by test loss."
     )
 
@@ -151,12 +152,12 @@ def test_a_rate_whose_run_is_missing_is_distinguished_from_one_that_diverged(tmp
         diverged: Result(1.0, {VALIDATION: math.inf}, {}, 1.0),
         well: Result(1.0, {VALIDATION: 0.5}, {}, 1.0),
     }
-    parts = answer(schedule, results, {failed: "died"})
-    page = in_markdown(schedule.study, parts)
+    found = answer(schedule, results, {failed: "died"})
+    page = found.markdown()
     assert "| lora | 0.0001: missing, 0.0003: inf, 0.001: 0.5000 |" in page, "none is chosen"
     assert "Missing: lora, lr 0.0001, seed 0 (died)." in page
     assert "1 run(s) are missing because they failed." in page
-    write(schedule.study, parts, tmp_path)
+    write(found, tmp_path)
     (numbers,) = json.loads((tmp_path / "study.json").read_text())
     assert numbers["validation_losses"]["lora"] == {"0.0001": "missing", "0.0003": "diverged", "0.001": 0.5}
     assert numbers["learning_rates"]["lora"] is None
@@ -175,11 +176,11 @@ def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_
     }
     infinite = {VALIDATION: math.inf, TEST: math.inf}
     results[schedule.job(dora, 1e-4, 1).key] = Result(None, infinite, {}, 1.0, diverged=True)
-    (part,) = answer(schedule, results, {})
+    (part,) = answer(schedule, results, {}).parts
     assert part.comparisons == {"test loss": [], "accuracy": []}
     assert [cell.text(1, 3) for cell in part.table.rows["dora"]] == ["not finite (1 of 3)"] * 2
     assert [column.title for column in part.table.columns] == ["test loss", "accuracy %"], "still a share"
-    assert part.sentences() == [
+    assert part.sentences == [
         f"dora diverged with 1 of 3 seeds: not compared with lora by {measure}."
         for measure in ("test loss", "accuracy")
     ]
@@ -188,5 +189,5 @@ def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_
 
 def test_an_arm_s_name_does_not_break_the_page_s_tables():
     schedule = Schedule(understand({**STUDY, "arms": {"a|b": {"method": "lora"}}}), "store")
-    page = in_markdown(schedule.study, answer(schedule, {}, {}))
+    page = answer(schedule, {}, {}).markdown()
     assert "| a\\|b | 0.0001: –, 0.0003: –, 0.001: – |" in page

@@ -11,7 +11,7 @@ from dummies import Instantly
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nalora.studies.answer import answer, in_markdown, write
+from nalora.studies.answer import answer, write
 from nalora.studies.conduct import conduct, so_far
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import VALIDATION, Result
@@ -114,16 +114,16 @@ def test_a_study_saves_the_runs_and_says_which_rates_it_dropped(tmp_path):
     again = Instantly()
     assert len(conduct(study(0.1), tmp_path, again).results) == 12
     assert again.submitted == []
-    parts = answer(progress.schedule, progress.results, {})
-    (part,), (all_seeds,) = parts, answer(whole.schedule, whole.results, {})
+    found = answer(progress.schedule, progress.results, {})
+    (part,), (all_seeds,) = found.parts, answer(whole.schedule, whole.results, {}).parts
     assert part.rates == all_seeds.rates == dummies.BEST
     assert part.comparisons == all_seeds.comparisons
     assert part.dropped == {"lora": (1e-4, 3e-4), "na-lora": (1e-4, 1e-3)}
-    page = in_markdown(progress.schedule.study, parts)
+    page = found.markdown()
     assert "whose validation loss is shown: lora at 0.0001, 0.0003; na-lora at 0.0001, 0.001." in page
     first = progress.results[progress.schedule.job(progress.schedule.cells[0], 1e-4, 5).key].losses[VALIDATION]
     assert f"| lora | 0.0001: {first:.4f} (dropped), " in page
-    write(progress.schedule.study, parts, tmp_path)
+    write(found, tmp_path)
     (numbers,) = json.loads((tmp_path / "dummy.json").read_text())
     assert numbers["dropped_learning_rates"] == {"lora": [1e-4, 3e-4], "na-lora": [1e-4, 1e-3]}
     assert len(so_far(study(0.1), tmp_path).results) == 12
@@ -131,8 +131,8 @@ def test_a_study_saves_the_runs_and_says_which_rates_it_dropped(tmp_path):
 
 def test_without_the_key_an_answer_does_not_mention_dropped_rates(tmp_path):
     progress = conduct(study(None), tmp_path, Instantly())
-    parts = answer(progress.schedule, progress.results, {})
-    write(progress.schedule.study, parts, tmp_path)
+    found = answer(progress.schedule, progress.results, {})
+    write(found, tmp_path)
     assert "dropped" not in (tmp_path / "dummy.md").read_text() + (tmp_path / "dummy.json").read_text()
 
 

@@ -14,7 +14,7 @@ import pytest
 from dummies import Attempting, Instantly, pretend
 
 import nalora
-from nalora.studies.answer import answer, in_markdown, write
+from nalora.studies.answer import answer, write
 from nalora.studies.conduct import conduct, so_far
 from nalora.studies.engines import LocalEngine
 from nalora.studies.page import write_page
@@ -38,7 +38,7 @@ def count_starts(job):
 
 
 def part_of(progress):
-    (part,) = answer(progress.schedule, progress.results, progress.failed)
+    (part,) = answer(progress.schedule, progress.results, progress.failed).parts
     return part
 
 
@@ -88,8 +88,8 @@ def test_a_run_that_crashes_again_is_missing_and_its_arm_has_neither_rate_nor_ve
     assert part.missing == ("lora",)
     assert not any(part.comparisons.values())
     assert not part.controls
-    assert part.sentences() == ["lora lacks 1 run that failed: na-lora not compared with lora."]
-    write(progress.schedule.study, [part], tmp_path)
+    assert part.sentences == ["lora lacks 1 run that failed: na-lora not compared with lora."]
+    write(answer(progress.schedule, progress.results, progress.failed), tmp_path)
     page = (tmp_path / "dummy.md").read_text()
     assert "Missing: lora, lr 0.001, seed 0 (RuntimeError: the driver is gone)." in page
     assert "--retry-failed" in page
@@ -148,9 +148,9 @@ def test_an_error_in_the_settings_is_not_repeated_and_counts_as_missing(tmp_path
     assert all(count.read_text() == "start\n" for job in progress.missing
                for count in [tmp_path / f"{job.key}.starts"])  # fmt: skip
     part = part_of(progress)
-    assert part.screening["lora"] == dict.fromkeys((1e-4, 3e-4, 1e-3))
-    assert part.diverged == ()
-    assert part.sentences() == ["lora lacks 3 runs that failed: na-lora not compared with lora."]
+    assert part.screening["lora"] == dict.fromkeys((1e-4, 3e-4, 1e-3), "missing")
+    assert not any("Diverged" in note for note in part.notes)
+    assert part.sentences == ["lora lacks 3 runs that failed: na-lora not compared with lora."]
 
 
 def diverge(job):
@@ -191,7 +191,7 @@ def test_an_arm_that_diverged_with_a_seed_is_compared_by_no_measure(tmp_path):
     progress = conduct(study(), tmp_path, Attempting(diverge_with_a_later_seed))
     part = part_of(progress)
     assert {*part.comparisons} == set(), "the baseline diverged"
-    assert part.sentences() == [
+    assert part.sentences == [
         f"lora diverged with 1 of 3 seeds: na-lora not compared with lora by {measure}."
         for measure in ("test loss", "accuracy")
     ]
@@ -207,9 +207,9 @@ def test_an_arm_that_diverged_with_every_rate_is_said_to_have(tmp_path):
 
     progress = conduct(study(), tmp_path, Attempting(always))
     part = part_of(progress)
-    assert (part.diverged, part.missing, progress.failed) == (("lora",), (), {})
-    assert part.sentences() == ["lora diverged with every learning rate: na-lora not compared with lora."]
-    assert "Diverged with every learning rate: lora." in in_markdown(progress.schedule.study, [part])
+    assert (part.missing, progress.failed) == ((), {})
+    assert part.sentences == ["lora diverged with every learning rate: na-lora not compared with lora."]
+    assert "Diverged with every learning rate: lora." in part.notes
 
 
 def test_a_failures_file_of_an_earlier_version_is_read(tmp_path):

@@ -41,11 +41,11 @@ def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
     study, store = finished
     progress = so_far(study, store)
     page = write_page(study, progress, store, store / "page.html", "Asks <whether> it helps.").read_text()
-    (part,) = answer(progress.schedule, progress.results, progress.failed)
+    (part,) = answer(progress.schedule, progress.results, progress.failed).parts
     assert page.index("What the study says") < page.index("Did it learn")
     assert "Asks &lt;whether&gt; it helps." in page
-    assert all(sentence in page for sentence in part.sentences())
-    assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences())
+    assert all(sentence in page for sentence in part.sentences)
+    assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences)
     assert "Bold: significantly" not in page, "marks are words here"
     assert "lora (lr 0.001, seed 0)" in page
     assert "na-lora (lr 0.0003, seed 0)" in page
@@ -57,7 +57,7 @@ def test_in_a_browser_charts_show_the_studys_numbers(finished):
     study, store = finished
     progress = so_far(study, store)
     file = write_page(study, progress, store, store / "page.html")
-    (part,) = answer(progress.schedule, progress.results, progress.failed)
+    (part,) = answer(progress.schedule, progress.results, progress.failed).parts
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=installed_browser(), args=["--no-sandbox"])
         visit = Visit(browser, file)

@@ -82,9 +82,9 @@ def study(
     if not known and engine != "ray":  # a cluster's nodes may have what this machine has not
         _refuse_missing_data(jobs)
     _make_ready(store)
-    answer.refuse_foreign_files(described, store)
+    answer.refuse_foreign_files(described.name, store)
     if known:
-        _tell(screen, described, before, store)
+        _print_answer(screen, before, store)
         return
     from rich.live import Live
 
@@ -102,7 +102,7 @@ def study(
         screen.print("stopped; start it again to go on", highlight=False)
         # As shells have it, 128 and the signal's number: 143 after SIGTERM, 129 after SIGHUP.
         raise typer.Exit(128 + stop.number if isinstance(stop, StoppedBySignal) else INTERRUPTED) from None
-    _tell(screen, described, progress, store)
+    _print_answer(screen, progress, store)
     if progress.missing:
         raise typer.Exit(MISSING)
 
@@ -148,14 +148,14 @@ def _make_ready(store: Path) -> None:
         ) from error
 
 
-def _tell(screen: Any, described: Any, progress: Any, store: Path) -> None:
+def _print_answer(screen: Any, progress: Any, store: Path) -> None:
     """The answer, on the screen and in the store."""
     from nalora.studies import answer
 
-    parts = answer.answer(progress.schedule, progress.results, progress.failed)
-    page = answer.write(described, parts, store)
+    results = answer.answer(progress.schedule, progress.results, progress.failed)
+    page = answer.write(results, store)
     # As a Text, since names of arms and files may look like rich's markup.
-    screen.print(Text(answer.in_markdown(described, parts)))
+    screen.print(Text(results.markdown()))
     for job in progress.missing:
         error, log = progress.failed[job.key], store / f"{job.key}.log"
         screen.print(Text(f"missing: {job.label} ({job.key}): {error} (see {log})"))

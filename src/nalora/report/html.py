@@ -51,7 +51,7 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
         raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
     runs = with_comparable_evaluations(runs)
     data = payload(runs)  # first: it adds to the notices
-    data["answer"] = answer.numbers() if answer else None
+    data["answer"] = answer.charts() if answer else None
     arms = answer.arms() if answer else []
     data["labels"] = brief([*(run.name for run in runs), *arms])
     listed = ", ".join(data["labels"][run.name] for run in runs[:3]) + (" …" if len(runs) > 3 else "")

@@ -1,83 +1,43 @@
-"""What a study came to: a table for every combination of settings, and a plain sentence for every claim."""
+"""A study's results: a table for every combination of settings, and a sentence for every comparison."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from nalora.evaluation.significance import FEWEST_SEEDS, Comparison, compare_methods
 from nalora.files import atomic, outputs
-from nalora.report.tables import Column, Record, Table, escape_markdown, markdown, tabulate
+from nalora.report.study_answer import AnswerPart, LostRun, StudyAnswer
+from nalora.report.tables import Column, Record, tabulate
 from nalora.studies import alike
 from nalora.studies.alike import LOSS, is_loss
 from nalora.studies.job import Job
 from nalora.studies.schedule import Cell, Schedule, is_screened
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result
-from nalora.studies.study import Study
-from nalora.studies.withheld import (
-    LostRun,
-    Pair,
-    diverged_seeds,
-    diverged_with_a_seed,
-    of_lost_runs,
-    without_results,
-)
+from nalora.studies.withheld import Pair, diverged_seeds, diverged_with_a_seed, of_lost_runs, without_results
 
 
-class Part(NamedTuple):
-    """The results of one combination of settings."""
+class _Finished(NamedTuple):
+    """A run whose test loss is known."""
 
-    settings: dict[str, Any]
-    table: Table
-    comparisons: dict[str, list[Comparison]]  # by measure
-    rates: dict[str, float | None]  # the learning rate chosen for each arm
-    missing: tuple[str, ...]  # arms without all of their runs
-    at_the_end: tuple[str, ...] = ()  # arms whose chosen learning rate is the lowest or the highest that was tried
-    screening: Mapping[str, Mapping[float, float | None]] = {}  # validation losses of each arm's rates, as far as known
-    controls: Mapping[str, list[Comparison]] = {}  # by measure: arms beside what they must beat, a family of their own
-    not_compared: tuple[str, ...] = ()  # a sentence for each comparison that is not made
-    failed: Mapping[str, tuple[float, ...]] = {}  # the rates of each arm whose runs failed: their losses are not known
-    dropped: Mapping[str, tuple[float, ...]] = {}  # of each arm, the rates trained with one screening seed
-    questions: tuple[str, ...] = ()  # sentences on results that are not of the same questions
-    lost: Mapping[str, tuple[LostRun, ...]] = {}  # of each arm that lacks some, the runs that failed
-    diverged: tuple[str, ...] = ()  # arms of which every learning rate diverged
+    arm: str
+    job: Job
+    result: Result
 
     @property
-    def heading(self) -> str:
-        """The combination of settings; empty where the study has one alone."""
-        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
-
-    def notes(self) -> list[str]:
-        """What a reader must know of the choice of rates and of what is missing."""
-        told = (
-            ("At an end of the rates tried, and perhaps better beyond it", self.at_the_end),
-            ("Learning rates dropped after the first screening seed, whose validation loss is shown", self._dropped()),
-            ("Diverged with every learning rate", self.diverged),
-            ("Not complete", self.missing),
-        )
-        return [
-            *(f"{what}: {'; '.join(arms)}." for what, arms in told if arms),
-            *of_lost_runs(self.lost),
-            *self.questions,
-        ]
-
-    def _dropped(self) -> list[str]:
-        return [f"{arm} at {', '.join(f'{rate:g}' for rate in rates)}" for arm, rates in self.dropped.items()]
-
-    def sentences(self) -> list[str]:
-        """What may be said."""
-        told = [*self.comparisons.items(), *self.controls.items()]
-        return [each.sentence(measure) for measure, found in told for each in found] + list(self.not_compared)
+    def seed(self) -> int:
+        return int(self.job.settings["seed"])
 
 
-def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Part]:
-    """Every combination of the study, as far as it is known."""
+def answer(schedule: Schedule, results: Mapping[str, Result], failed: Mapping[str, str]) -> StudyAnswer:
+    """Every combination of the study's settings, as far as its runs have ended."""
     combinations: dict[tuple[tuple[str, Any], ...], list[Cell]] = {}
     for cell in schedule.cells:
         combinations.setdefault(cell.settings, []).append(cell)
-    return [_part(schedule, dict(settings), cells, results, failed) for settings, cells in combinations.items()]
+    parts = [_part(schedule, dict(settings), cells, results, failed) for settings, cells in combinations.items()]
+    return StudyAnswer(schedule.study.name, schedule.study.baseline, parts)
 
 
 def _part(
@@ -86,105 +46,120 @@ def _part(
     cells: list[Cell],
     results: Mapping[str, Result],
     failed: Mapping[str, str],
-) -> Part:
-    records: list[Record] = []
-    rates: dict[str, float | None] = {}
-    diverged = [cell.arm.name for cell in cells if schedule.diverged(cell, results)]
-    missing = []
-    finished: list[tuple[Cell, Job, Result]] = []
-    for cell in cells:
-        rate = rates[cell.arm.name] = schedule.chosen_rate(cell, results)
-        jobs = schedule.final(cell, rate) if rate is not None else []
-        found = [(job, results[job.key]) for job in jobs if job.key in results and results[job.key].has(TEST)]
-        whole = sum(all(result.has(part) for part in job.parts) for job, result in found)
-        if whole < len(cell.arm.seeds) and cell.arm.name not in diverged:
-            missing.append(cell.arm.name)
-        finished += [(cell, job, result) for job, result in found]
-    seeds_of = {job.key: job.settings["seed"] for _, job, _ in finished}
-    suffix, answers = (
-        alike.suffixes(
-            {
-                job.key: result.asked.get(part, "")
-                for _, job, result in finished
-                if result.has(part) and not result.diverged
-            },
-            seeds_of,
-        )
-        for part in (TEST, ANSWERS)
-    )
-    for cell, job, result in finished:
-        measures = _measures(result, suffix.get(job.key, ""), answers.get(job.key, ""))
-        records.append(Record(cell.arm.name, job.settings["seed"], measures))
-    names = list(dict.fromkeys(name for record in records for name in record.measures))
-    records = [_with_all_measures(record, names) for record in records]
-    shares = {name: _is_share(name, records) for name in names}
-    columns = [Column(name, lower=is_loss(name), scale=100.0 if shares[name] else 1.0,
-                      title=f"{name} %" if shares[name] else name) for name in names]  # fmt: skip
-    table = tabulate(records, columns, unranked=missing)
-    values = {name: _values(records, name) for name in names}
-    baseline = schedule.study.baseline
-    others = [(cell.arm.name, baseline) for cell in cells if cell.arm.name != baseline]
-    pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
+) -> AnswerPart:
+    arms = {cell.arm.name: cell for cell in cells}
+    rates = {arm: schedule.chosen_rate(cell, results) for arm, cell in arms.items()}
+    diverged = [arm for arm, cell in arms.items() if schedule.diverged(cell, results)]
+    finished = [
+        _Finished(arm, job, results[job.key])
+        for arm, cell in arms.items()
+        if (rate := rates[arm]) is not None
+        for job in schedule.final(cell, rate)
+        if job.key in results and results[job.key].has(TEST)
+    ]
+    whole = [run.arm for run in finished if all(run.result.has(part) for part in run.job.parts)]
+    missing = tuple(arm for arm, cell in arms.items() if whole.count(arm) < len(cell.arm.seeds) and arm not in diverged)
     lost = {
-        cell.arm.name: tuple(LostRun(job.key, job.label, failed[job.key]) for job in jobs)
-        for cell in cells
+        arm: tuple(LostRun(job.key, job.label, failed[job.key]) for job in jobs)
+        for arm, cell in arms.items()
         if (jobs := schedule.lost(cell, results, failed))
     }
+    dropped = {arm: few for arm, cell in arms.items() if (few := schedule.dropped_rates(cell, results))}
+    at_the_end = [arm for arm, cell in arms.items() if _is_at_the_end(rates[arm], cell.arm.learning_rates)]
+    records = _records(finished)
+    names = list(dict.fromkeys(name for record in records for name in record.measures))
+    values = {name: _values(records, name) for name in names}
+    baseline = schedule.study.baseline
+    others = [(arm, baseline) for arm in arms if arm != baseline]
+    pairs = [(arm, control) for arm, controls in schedule.study.controls.items() for control in controls]
     not_compared = [
         *(
-            told
-            for each in (others, pairs)
+            sentence
+            for family in (others, pairs)
             for name in names
-            for told in diverged_with_a_seed(values[name], each, name)
+            for sentence in diverged_with_a_seed(values[name], family, name)
         ),
         *without_results([*others, *pairs], lost, diverged),
     ]
-    seeds = {cell.arm.name: {*cell.arm.seeds} for cell in cells}
+    seeds = {arm: {*cell.arm.seeds} for arm, cell in arms.items()}
     # Some of an arm's seeds would give another verdict than all of them, by chance or because of what was lost.
-    values = {name: {arm: each[arm] for arm in each if arm not in missing} for name, each in values.items()}
-    comparisons = {name: _compared(each, others, seeds, name) for name, each in values.items()
-                   if baseline in each and not diverged_seeds(each[baseline])}  # fmt: skip
-    controls = {name: _compared(each, pairs, seeds, name) for name, each in values.items()}
-    at_the_end = [cell.arm.name for cell in cells if _is_at_the_end(rates[cell.arm.name], cell.arm.learning_rates)]
-    return Part(
+    values = {name: {arm: of[arm] for arm in of if arm not in missing} for name, of in values.items()}
+    comparisons = {name: _compared(of, others, seeds, name) for name, of in values.items()
+                   if baseline in of and not diverged_seeds(of[baseline])}  # fmt: skip
+    controls = {name: found for name, of in values.items() if (found := _compared(of, pairs, seeds, name))}
+    listed = (
+        ("At an end of the rates tried, and perhaps better beyond it", at_the_end),
+        (
+            "Learning rates dropped after the first screening seed, whose validation loss is shown",
+            [f"{arm} at {', '.join(f'{rate:g}' for rate in of_arm)}" for arm, of_arm in dropped.items()],
+        ),
+        ("Diverged with every learning rate", diverged),
+        ("Not complete", missing),
+    )
+    claims = [one.sentence(name) for of in (comparisons, controls) for name, found in of.items() for one in found]
+    return AnswerPart(
         settings,
-        table,
-        comparisons,
-        rates,
-        tuple(missing),
-        tuple(at_the_end),
-        {cell.arm.name: schedule.screened(cell, results) for cell in cells},
-        {name: beside for name, beside in controls.items() if beside},
-        tuple(dict.fromkeys(not_compared)),
-        {cell.arm.name: _failed_rates(schedule, cell, results, failed) for cell in cells},
-        {cell.arm.name: dropped for cell in cells if (dropped := schedule.dropped_rates(cell, results))},
-        tuple(_notes_on_questions(schedule, cells, results, finished)),
-        lost,
-        tuple(diverged),
+        tabulate(records, _columns(names, records), unranked=missing),
+        sentences=[*claims, *dict.fromkeys(not_compared)],
+        notes=[
+            *(f"{what}: {'; '.join(items)}." for what, items in listed if items),
+            *of_lost_runs(lost),
+            *_notes_on_questions(schedule, cells, results, finished),
+        ],
+        screening={arm: _screening(schedule, cell, results, failed) for arm, cell in arms.items()},
+        rates=rates,
+        comparisons=comparisons,
+        controls=controls,
+        missing=missing,
+        at_the_end=at_the_end,
+        dropped=dropped,
+        lost=lost,
+        shown={arm: key for arm, cell in arms.items() if (key := _shown(schedule, cell, results)) is not None},
     )
 
 
-def _measures(result: Result, of_loss: str, of_answers: str) -> dict[str, float]:
-    """The run's numbers by the names of their columns, which say of which questions they are where that differs.
+def _records(finished: Sequence[_Finished]) -> list[Record]:
+    """The numbers of each run by the names of their columns, which say of which questions they are where that differs.
 
-    Of a diverged run an infinite test loss, also where the task has none, so that it is not overlooked.
+    A diverged run has an infinite test loss, also where the task has none, so that it is not overlooked, and NaN for
+    all that it lacks: a mean over the other seeds would flatter the arm.
     """
-    loss = result.losses[TEST]
-    losses = {} if math.isnan(loss) else {LOSS + of_loss: loss}
-    return losses | {name + of_answers: value for name, value in result.measures.items()}
+    seeds = {run.job.key: run.seed for run in finished}
+    of_loss, of_answers = (
+        alike.suffixes(
+            {
+                run.job.key: run.result.asked.get(part, "")
+                for run in finished
+                if run.result.has(part) and not run.result.diverged
+            },
+            seeds,
+        )
+        for part in (TEST, ANSWERS)
+    )
+    measures = []
+    for _, job, result in finished:
+        losses = {LOSS + of_loss.get(job.key, ""): result.losses[TEST]}
+        answers = {name + of_answers.get(job.key, ""): value for name, value in result.measures.items()}
+        measures.append({name: value for name, value in losses.items() if not math.isnan(value)} | answers)
+    names = dict.fromkeys(name for known in measures for name in known)
+    return [
+        Record(run.arm, run.seed, known if known.get(LOSS) != math.inf else dict.fromkeys(names, math.nan) | known)
+        for run, known in zip(finished, measures, strict=True)
+    ]
 
 
-def _with_all_measures(record: Record, names: Sequence[str]) -> Record:
-    """With NaN for what a diverged run has not: a mean over the other seeds would flatter the arm."""
-    if record.measures.get(LOSS) != math.inf:
-        return record
-    return record._replace(measures={name: record.measures.get(name, math.nan) for name in names})
+def _columns(names: Sequence[str], records: Sequence[Record]) -> list[Column]:
+    shares = {name: _is_share(name, records) for name in names}
+    return [
+        Column(name, f"{name} %" if share else name, lower=is_loss(name), scale=100.0 if share else 1.0)
+        for name, share in shares.items()
+    ]
 
 
 def _notes_on_questions(
-    schedule: Schedule, cells: list[Cell], results: Mapping[str, Result], finished: Sequence[tuple[Cell, Job, Result]]
+    schedule: Schedule, cells: list[Cell], results: Mapping[str, Result], finished: Sequence[_Finished]
 ) -> list[str]:
-    asked = [(job.settings["seed"], result.asked.get(TEST, "")) for _, job, result in finished if not result.diverged]
+    asked = [(run.seed, run.result.asked.get(TEST, "")) for run in finished if not run.result.diverged]
     screened = [
         (job.settings["seed"], results[job.key].asked.get(VALIDATION, ""))
         for cell in cells
@@ -194,13 +169,27 @@ def _notes_on_questions(
     return alike.notes(asked, screened)
 
 
-def _failed_rates(
+def _screening(
     schedule: Schedule, cell: Cell, results: Mapping[str, Result], failed: Mapping[str, str]
-) -> tuple[float, ...]:
+) -> dict[float, Any]:
+    """The validation losses of an arm's rates; a run that failed has none, unlike one that diverged."""
     lost = {key for key in failed if not is_screened(key, results)}
-    return tuple(
-        rate for rate in cell.arm.learning_rates if not lost.isdisjoint(schedule.screening_keys(cell, rate, results))
-    )
+    return {
+        rate: loss if lost.isdisjoint(schedule.screening_keys(cell, rate, results)) else "missing"
+        for rate, loss in schedule.screened(cell, results).items()
+    }
+
+
+def _shown(schedule: Schedule, cell: Cell, results: Mapping[str, Result]) -> str | None:
+    """The run that represents an arm: its first seed at the chosen rate, or the best that is known."""
+    rate = schedule.chosen_rate(cell, results)
+    if rate is not None:
+        for job in schedule.final(cell, rate):
+            if job.key in results:
+                return job.key
+    jobs = [job for job in schedule.screening(cell, results) if job.key in results]
+    best = min(jobs, key=lambda job: results[job.key].losses.get(VALIDATION, math.inf), default=None)
+    return best.key if best else None
 
 
 def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
@@ -208,14 +197,13 @@ def _is_at_the_end(rate: float | None, tried: tuple[float, ...]) -> bool:
     return rate is not None and len(tried) > 1 and rate in (min(tried), max(tried))
 
 
-def _is_share(measure: str, records: list[Record]) -> bool:
+def _is_share(measure: str, records: Sequence[Record]) -> bool:
     """A loss is none, nor is a judge's rating from 1 to 10."""
-    return not is_loss(measure) and all(
-        abs(value) <= 1 for each in records if math.isfinite(value := each.measures.get(measure, 0.0))
-    )
+    values = [record.measures.get(measure, 0.0) for record in records]
+    return not is_loss(measure) and all(abs(value) <= 1 for value in values if math.isfinite(value))
 
 
-def _values(records: list[Record], measure: str) -> dict[str, dict[int, float]]:
+def _values(records: Sequence[Record], measure: str) -> dict[str, dict[int, float]]:
     """By arm and seed, those included that are no finite number."""
     values: dict[str, dict[int, float]] = {}
     for label, seed, measures in records:
@@ -234,62 +222,14 @@ def _compared(
     return compare_methods(finite, known, higher_is_better=not is_loss(measure), planned=planned)
 
 
-def in_markdown(study: Study, parts: list[Part]) -> str:
-    """The answer as a page."""
-    lines = [f"<!-- {outputs.TEXT} -->\n", f"# {escape_markdown(study.name)}\n"]
-    for part in parts:
-        if part.heading:
-            lines.append(f"## {escape_markdown(part.heading)}\n")
-        if part.table.rows:
-            lines += [markdown(part.table)]
-        lines += ["| arm | learning rate: validation loss |", "|---|---|"]
-        lines += [f"| {escape_markdown(arm)} | {_in_a_row(part, arm)} |" for arm in part.screening] + [""]
-        lines += [f"{escape_markdown(note)}\n" for note in part.notes()]
-        lines += [f"- {escape_markdown(each)}" for each in part.sentences()] + [""]
-    if missing := {run.key for part in parts for runs in part.lost.values() for run in runs}:
-        lines.append(f"{len(missing)} run(s) are missing because they failed.")
-    return "\n".join(lines)
-
-
-def _in_a_row(part: Part, arm: str) -> str:
-    """The rates of an arm with what each came to; the chosen one stands out."""
-    dropped = part.dropped.get(arm, ())
-    told = {
-        rate: f"{rate:g}: {_shown(loss)}{' (dropped)' if rate in dropped else ''}"
-        for rate, loss in _known_losses(part, arm).items()
-    }
-    return ", ".join(f"**{text}**" if rate == part.rates[arm] else text for rate, text in told.items())
-
-
-def _known_losses(part: Part, arm: str) -> dict[float, float | Literal["missing"] | None]:
-    """The validation losses of an arm's rates; a run that failed has none, unlike one that diverged."""
-    failed = part.failed.get(arm, ())
-    return {rate: "missing" if rate in failed else loss for rate, loss in part.screening[arm].items()}
-
-
-def _written_losses(part: Part, arm: str) -> dict[float, float | str | None]:
-    """The same for a file: JSON has no infinity, which is the loss of a run that diverged."""
-    known = _known_losses(part, arm)
-    return {
-        rate: "diverged" if isinstance(loss, float) and not math.isfinite(loss) else loss
-        for rate, loss in known.items()
-    }
-
-
-def _shown(loss: float | str | None) -> str:
-    if loss is None:
-        return "–"
-    return loss if isinstance(loss, str) else f"{loss:.4f}"
-
-
-def refuse_foreign_files(study: Study, folder: Path) -> None:
-    """Refuse a store in which the files of the answer are somebody else's.
+def refuse_foreign_files(name: str, folder: Path) -> None:
+    """Refuse a store in which the files of a study's answer are somebody else's.
 
     Raises:
         NALoRAError: they are.
     """
-    page, numbers = _files(study, folder)
-    heading = f"# {study.name}\n".encode()
+    page, numbers = _files(name, folder)
+    heading = f"# {name}\n".encode()
     # Version 0.1 wrote the page without a comment.
     outputs.refuse_foreign_files(
         [page], lambda head: outputs.is_text(head) or head.startswith(heading), option="--store", kind="an answer"
@@ -299,41 +239,16 @@ def refuse_foreign_files(study: Study, folder: Path) -> None:
     )
 
 
-def _files(study: Study, folder: Path) -> tuple[Path, Path]:
+def _files(name: str, folder: Path) -> tuple[Path, Path]:
     """The page and its numbers."""
-    return folder / f"{study.name}.md", folder / f"{study.name}.json"
+    return folder / f"{name}.md", folder / f"{name}.json"
 
 
-def write(study: Study, parts: list[Part], folder: Path) -> Path:
-    """Keep the answer as a page and as numbers beside the runs; the page's path."""
-    refuse_foreign_files(study, folder)
-    page, numbers = _files(study, folder)
-    atomic.write(page, in_markdown(study, parts))
-    content = [
-        {
-            "settings": part.settings,
-            "learning_rates": part.rates,
-            "at_the_end_of_the_rates": part.at_the_end,
-            "validation_losses": {arm: _written_losses(part, arm) for arm in part.screening},
-            # Only in studies that drop rates, so that the answers of all others stay as they are.
-            **({"dropped_learning_rates": part.dropped} if part.dropped else {}),
-            "missing": part.missing,
-            **({"missing_runs": _as_rows(part.lost)} if part.lost else {}),
-            "values": {label: [dict(cell.values) for cell in cells] for label, cells in part.table.rows.items()},
-            "measures": [column.measure for column in part.table.columns],
-            "comparisons": _as_numbers(part.comparisons),
-            "controls": _as_numbers(part.controls),
-            "sentences": part.sentences(),
-        }
-        for part in parts
-    ]
+def write(results: StudyAnswer, folder: Path) -> Path:
+    """Write the answer as a page and as numbers next to the runs; the page's path."""
+    refuse_foreign_files(results.name, folder)
+    page, numbers = _files(results.name, folder)
+    atomic.write(page, results.markdown())
+    content = [part.numbers() for part in results.parts]
     atomic.write(numbers, atomic.json_text(content, indent=2, default=str) + "\n")
     return page
-
-
-def _as_rows(lost: Mapping[str, Sequence[LostRun]]) -> list[dict[str, str]]:
-    return [{"arm": arm, **run._asdict()} for arm, runs in lost.items() for run in runs]
-
-
-def _as_numbers(comparisons: Mapping[str, list[Comparison]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [each.numbers() for each in found] for name, found in comparisons.items()}

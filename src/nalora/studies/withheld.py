@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from nalora.errors import counted
+from nalora.report.study_answer import LostRun
 
 Pair = tuple[str, str]  # an arm, and what it is compared with
-
-
-class LostRun(NamedTuple):
-    """A run that an arm's answer needs and that failed."""
-
-    key: str
-    label: str
-    error: str
 
 
 def diverged_seeds(by_seed: Mapping[int, float]) -> int:
