@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nalora.models.peft_names import in_base
-from nalora.report.data import RunData
+from nalora.report.data import RunData, layer_labels
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
 
@@ -30,6 +30,22 @@ class Capacity:
 
     modules: dict[str, float]
     rows: dict[str, NDArray[np.float64]]
+
+    def layers(self) -> dict[str, dict[str, str]]:
+        """The modules by layer, told by the first number in a module's name, and by what follows that number."""
+        layers: dict[str, dict[str, str]] = {}
+        for module in self.modules:
+            parts = module.split(".")
+            end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0)
+            layers.setdefault(".".join(parts[:end]), {})[".".join(parts[end:])] = module
+        return layers
+
+    def layer_norms(self) -> tuple[list[str], list[float]]:
+        """The label of every layer, and the norm over its modules."""
+        layers = self.layers()
+        alone = [name.rpartition(".")[2] or "all" for name in layers]
+        norms = [math.hypot(*(self.modules[name] for name in modules.values())) for modules in layers.values()]
+        return layer_labels(list(layers)) if len(layers) > 1 else alone, norms
 
     def of_block(self, block: str) -> dict[str, str]:
         """The adapted modules of an FFN block, by the last part of their name."""

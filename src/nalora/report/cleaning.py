@@ -24,7 +24,7 @@ def clean_diagnosis(found: dict[str, Any]) -> dict[str, Any] | None:
     blocks, intervals = found.get("blocks"), found.get("intervals")
     if not _objects(blocks) or not _objects(intervals) or not isinstance(found.get("steps"), list) or not blocks:
         return None
-    clean = dict(found)
+    clean = found | {"intervals": [interval for interval in intervals if {"from", "to"} <= interval.keys()]}
     for key in ("first_to_last", "cumulative"):
         clean[key] = found.get(key) if isinstance(found.get(key), dict) else None
     histogram = found.get("histogram")

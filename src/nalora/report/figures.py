@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nalora.report import drawing, gate_figures, paper_figures
-from nalora.report.capacity import Capacity, read_capacity
+from nalora.report.capacity import read_capacity
 from nalora.report.data import RunData
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def update_norms(runs: Sequence[RunData]) -> Figure | str:
         for number, (run, capacity, _) in enumerate(measured):
             if capacity is None:
                 continue
-            labels, norms = layer_norms(capacity)
+            labels, norms = capacity.layer_norms()
             axes.plot(
                 np.arange(len(norms)), norms, label=drawing.line_label(run.name), **drawing.stroke(number, marked=True)
             )
@@ -114,18 +114,6 @@ def update_norms(runs: Sequence[RunData]) -> Figure | str:
         axes.set_ylabel("Frobenius norm of s·B·A")
         drawing.below(figure, axes, without if len(told) > 1 else [f"Run: {told[0].name}.", *without])
     return figure
-
-
-def layer_norms(capacity: Capacity) -> tuple[list[str], NDArray[np.float64]]:
-    """The norm over the modules of each layer; a layer is told by the first number in a module's name."""
-    squares: dict[str, float] = {}
-    for module, norm in capacity.modules.items():
-        number = re.search(r"(?<=\.)\d+(?=\.)", module)
-        place = module[: number.end()] if number else "other"
-        squares[place] = squares.get(place, 0.0) + norm**2
-    ends = [place.rpartition(".")[2] for place in squares]
-    labels = ends if len(set(ends)) == len(ends) else list(squares)
-    return labels, np.sqrt(np.array(list(squares.values())))
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:

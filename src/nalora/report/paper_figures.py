@@ -59,12 +59,12 @@ def by_layer(runs: Sequence[RunData]) -> Figure | str:
 def measure_table(run: RunData, measure: str) -> Array:
     """[intervals, layers] of a diagnosis; NaN where it has no number, as for activations without regimes."""
     width = len(_diagnosis(run)["blocks"])
-    rows = []
-    for interval in _intervals(run):
+    table = np.full((len(_intervals(run)), width), np.nan)
+    for row, interval in zip(table, _intervals(run), strict=True):
         values = interval.get(measure)
-        whole = isinstance(values, list) and len(values) == width
-        rows.append([np.nan if each is None else float(each) for each in values] if whole else [np.nan] * width)  # type: ignore[union-attr]
-    return np.array(rows, dtype=np.float64).reshape(len(rows), width)
+        if isinstance(values, list) and len(values) == width:
+            row[:] = [float(value) if isinstance(value, int | float) else np.nan for value in values]
+    return table
 
 
 def known_mean(table: Array, axis: int) -> Array:
@@ -126,5 +126,4 @@ def _diagnosis(run: RunData) -> dict[str, Any]:
 
 
 def _intervals(run: RunData) -> list[dict[str, Any]]:
-    found = _diagnosis(run).get("intervals") or []
-    return [each for each in found if isinstance(each, dict) and {"from", "to"} <= each.keys()]
+    return _diagnosis(run).get("intervals") or []

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nalora.control.recorded import named_activation
 from nalora.report.capacity import Capacity, read_capacity
 from nalora.report.data import RunData, layer_labels
 from nalora.report.gates import Gates
 from nalora.report.packing import finite, kept_rows, packed
+from nalora.report.paper_figures import measure_table
 from nalora.report.payload_layers import CHANNEL_MEASURES, channel_measures, update_norms
+from nalora.report.sentences import LOSS, score
 
 MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
 _GATE_COLUMNS = ("p_sup", "p_res", "p_pos", "kept_share", "stability", "scale_gate", "scale_up", "scale_down")
@@ -94,12 +93,11 @@ def _metric(run: RunData, name: str, most: int) -> dict[str, Any]:
 
 def _scores(summary: dict[str, Any]) -> dict[str, Any]:
     """Every measure with its interval; the loss of the right answers under the name it has in a table."""
-    scores = {}
-    for name, measured in summary["measures"].items():
-        interval = measured.get("binomial") or measured.get("bootstrap")
-        scores[name] = {"value": finite(measured.get("value")), "interval": finite(interval)}
-    if loss := summary["target_loss"]:
-        scores["loss of the answers"] = {"value": finite(loss.get("value")), "interval": finite(loss.get("bootstrap"))}
+    scores = {
+        name: {"value": finite(measured.value), "interval": finite(measured.interval)}
+        for name in (*summary["measures"], LOSS)
+        if (measured := score("", summary, name))
+    }
     return {"examples": summary.get("examples"), "scores": scores, "chance": finite(summary.get("chance") or {})}
 
 
@@ -136,14 +134,14 @@ def _diagnosis(run: RunData, capacity: Capacity | None, most_channels: int) -> d
     found = run.diagnosis
     if found is None:
         return None
-    blocks, intervals = found["blocks"], found["intervals"]
+    blocks = found["blocks"]
     return {
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         "activations": [str(block.get("activation")) for block in blocks],
         "thresholds": [finite([block.get("lower"), block.get("upper")]) for block in blocks],
         "steps": finite(found["steps"]),
-        "ends": [[each.get("from"), each.get("to")] for each in intervals],
-        "measures": {name: packed(_by_block(intervals, name, len(blocks))) for name in MEASURES},
+        "ends": [[interval["from"], interval["to"]] for interval in found["intervals"]],
+        "measures": {name: packed(measure_table(run, name).T) for name in MEASURES},
         "first_to_last": {name: finite((found.get("first_to_last") or {}).get(name)) for name in MEASURES},
         "cumulative": {name: finite((found.get("cumulative") or {}).get(name)) for name in MEASURES},
         "histogram": finite(found["histogram"]),
@@ -159,13 +157,3 @@ def _mismatch(found: dict[str, Any] | None) -> dict[str, Any] | None:
         "labels": layer_labels([str(block.get("name", i)) for i, block in enumerate(blocks)]),
         **{key: finite(found.get(key)) for key in ("target", "energy", "share", "bound", "mask", "top_channels")},
     }
-
-
-def _by_block(intervals: list[dict[str, Any]], measure: str, width: int) -> NDArray[np.float64]:
-    """A measure as [blocks, intervals]; NaN where there is no number."""
-    table = np.full((width, len(intervals)), math.nan)
-    for place, interval in enumerate(intervals):
-        values = interval.get(measure)
-        if isinstance(values, list) and len(values) == width:
-            table[:, place] = [float(v) if isinstance(v, int | float) else math.nan for v in values]
-    return table

@@ -9,7 +9,7 @@ import numpy as np
 
 from nalora.report.capacity import Capacity
 from nalora.report.channels import read_channels
-from nalora.report.data import RunData, layer_labels
+from nalora.report.data import RunData
 from nalora.report.packing import largest, packed
 
 CHANNEL_MEASURES = ("D_sel", "flip", "kappa_drift", "D_EH", "D_EH_live", "mask")
@@ -17,30 +17,25 @@ CHANNEL_MEASURES = ("D_sel", "flip", "kappa_drift", "D_EH", "D_EH_live", "mask")
 
 def update_norms(capacity: Capacity, most: int) -> dict[str, Any]:
     """Norms as a table of layers × projections, and the channels of each layer's gate."""
-    layers: dict[str, dict[str, str]] = {}
-    for module in capacity.modules:
-        parts = module.split(".")
-        end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0)
-        place, kind = ".".join(parts[:end]), ".".join(parts[end:])
-        layers.setdefault(place, {})[kind] = module
-    kinds = sorted(dict.fromkeys(kind for each in layers.values() for kind in each), key=_place_in_a_layer)
-    table = [[capacity.modules[each[k]] if k in each else math.nan for k in kinds] for each in layers.values()]
+    layers = list(capacity.layers().values())
+    kinds = sorted(dict.fromkeys(kind for modules in layers for kind in modules), key=_place_in_a_layer)
+    table = [[capacity.modules[modules[k]] if k in modules else math.nan for k in kinds] for modules in layers]
     channels = []
-    for each in layers.values():
-        gate = gate_of(each)
-        rows = capacity.rows[each[gate]] if gate else np.zeros(0)
+    for modules in layers:
+        gate = gate_of(modules)
+        rows = capacity.rows[modules[gate]] if gate else np.zeros(0)
         numbers = largest(rows, most)
         channels.append({
             "kind": gate, "width": len(rows), "numbers": numbers.tolist() if len(numbers) < len(rows) else None,
             "norms": packed(rows[numbers]),
         })  # fmt: skip
-    labels = layer_labels(list(layers)) if len(layers) > 1 else [place.rpartition(".")[2] or "all" for place in layers]
+    labels, total = capacity.layer_norms()
     shown = [kind.rpartition(".")[2] for kind in kinds]
     return {
         "labels": labels,
         "kinds": shown if len(set(shown)) == len(shown) else kinds,
         "norms": packed(np.array(table)),
-        "total": packed(np.sqrt(np.nansum(np.square(table), axis=1))),
+        "total": packed(total),
         "channels": channels,
     }
 
@@ -79,25 +74,7 @@ def gate_of(modules: dict[str, str]) -> str | None:
 
 def _place_in_a_layer(kind: str) -> int:
     """Projections in the order in which a layer uses them, as far as their names tell."""
-    order = (
-        "q",
-        "k",
-        "v",
-        "qkv",
-        "o",
-        "out",
-        "wi_0",
-        "gate",
-        "gate_up",
-        "w1",
-        "fc1",
-        "wi",
-        "wi_1",
-        "up",
-        "w3",
-        "down",
-        "fc2",
-        "wo",
-    )
+    order = ["q", "k", "v", "qkv", "o", "out", "wi_0", "gate", "gate_up", "w1", "fc1", "wi", "wi_1", "up", "w3",
+             "down", "fc2", "wo"]  # fmt: skip
     name = kind.rpartition(".")[2].removesuffix("_proj")
     return order.index(name) if name in order else len(order)

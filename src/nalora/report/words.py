@@ -70,17 +70,9 @@ def _cells(found: dict[str, Any], measures: Sequence[str]) -> list[str]:
 
 def costs(runs: Sequence[RunData]) -> str:
     """Time, memory and speed of every run."""
-    columns = [
-        "run",
-        "steps",
-        "total time",
-        "time per step",
-        "target tokens/s",
-        "peak memory",
-        "trained parameters",
-        "on",
-    ]
-    return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)  # fmt: skip
+    columns = ["run", "steps", "total time", "time per step", "target tokens/s", "peak memory", "trained parameters",
+               "on"]  # fmt: skip
+    return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)
 
 
 def _cost(run: RunData) -> list[str]:
