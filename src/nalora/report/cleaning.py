@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def clean_summary(summary: dict[str, Any]) -> dict[str, Any]:
@@ -55,5 +55,5 @@ def _interval(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
 
 
-def _objects(value: Any) -> bool:
+def _objects(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
