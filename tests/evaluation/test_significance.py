@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -126,7 +127,7 @@ def test_the_sign_follows_what_is_better():
     (accuracy,) = compare(values, "lora", higher_is_better=True)
     assert (loss.verdict, accuracy.verdict) == ("better", "worse")
     assert loss.difference == pytest.approx(-0.4925)
-    assert "is better than lora" in loss.sentence("test loss")
+    assert loss.sentence("test loss").startswith("other is better than lora: -0.4925 test loss, 95 % interval -0.5")
 
 
 def test_only_seeds_that_both_have_are_paired():
@@ -167,7 +168,7 @@ def test_arms_without_a_common_seed_are_not_compared():
 def test_equal_results_are_not_distinguishable_and_no_seeds_would_help():
     values = {"lora": {0: 1.0, 1: 2.0, 2: 1.5}, "same": {0: 1.0, 1: 2.0, 2: 1.5}}
     (each,) = compare(values, "lora", higher_is_better=True)
-    assert (each.verdict, each.seeds_to_decide) == ("not distinguishable", None)
+    assert (each.verdict, each.p, each.adjusted_p, each.seeds_to_decide) == ("not distinguishable", 1.0, 1.0, None)
     assert "no practical number of seeds" in each.sentence("accuracy")
 
 
@@ -245,6 +246,15 @@ def test_one_pair_of_runs_is_decided_by_newcombes_interval():
     assert compare_estimates({0: (one, other)}, higher_is_better=True, alpha=0.005) == {0: "not distinguishable"}
     many = compare_estimates({place: (one, other) for place in range(10)}, higher_is_better=True)
     assert {*many.values()} == {"not distinguishable"}
+
+
+def test_every_pair_of_runs_is_decided_by_whether_newcombes_interval_excludes_zero():
+    """His method 10: from p1 − p2 down by √((p1 − l1)² + (u2 − p2)²), l and u being Wilson's."""
+    for right, other_right in itertools.product(range(0, 101, 4), repeat=2):
+        one, other = of_share(right), of_share(other_right)
+        low = one.value - other.value - math.hypot(one.value - one.interval.low, other.interval.high - other.value)
+        (verdict,) = compare_estimates({0: (one, other)}, higher_is_better=True).values()
+        assert (verdict == "better") == (low > 0)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +355,7 @@ def test_intervals_of_equal_values_have_no_width_and_are_drawn_with_seed_0():
     assert bootstrap_interval(values) == pytest.approx((1.206229, 2.293530), abs=1e-6)
 
 
-@pytest.mark.parametrize(("effect", "seeds"), [(1.0, 10), (0.8, 15), (0.5, 34)])
+@pytest.mark.parametrize(("effect", "seeds"), [(2.5, 4), (1.0, 10), (0.8, 15), (0.5, 34)])
 def test_seeds_to_decide_are_those_of_the_tables_of_the_paired_t_test(effect, seeds):
     """A power of 0.8 at a level of 5 % for a difference of so many standard deviations."""
     half = math.sqrt(0.5)
