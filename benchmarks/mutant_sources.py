@@ -71,7 +71,7 @@ def mutants(root: Path, file: str) -> Iterator[tuple[Mutant, str]]:
 
 def _nodes(node: libcst.CSTNode, inside: bool) -> Iterator[libcst.CSTNode]:
     """What may be changed: all of a function but its types, and constants of the module and its classes."""
-    if isinstance(node, _LEFT_OUT) or _is_docstring(node) or _is_error(node):
+    if isinstance(node, _LEFT_OUT) or _is_docstring(node) or _is_error(node) or _is_wording(node):
         return
     constant = isinstance(node, libcst.Assign | libcst.AnnAssign) and not inside
     if constant and not _is_a_value(node):
@@ -87,6 +87,12 @@ def _nodes(node: libcst.CSTNode, inside: bool) -> Iterator[libcst.CSTNode]:
 
 def _is_docstring(node: libcst.CSTNode) -> bool:
     return isinstance(node, libcst.Expr) and isinstance(node.value, libcst.SimpleString | libcst.ConcatenatedString)
+
+
+def _is_wording(node: libcst.CSTNode) -> bool:
+    """Whether it is a text for people: a title, a reason, part of a sentence. Names and keys have no spaces."""
+    texts = libcst.SimpleString | libcst.ConcatenatedString
+    return isinstance(node, texts) and " " in str(node.evaluated_value or "")
 
 
 def _is_error(node: libcst.CSTNode) -> bool:
