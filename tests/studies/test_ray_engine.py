@@ -137,7 +137,7 @@ def test_runs_spread_over_the_nodes_and_failures_are_told_as_by_the_local_engine
     study = dummies.study(arms={"lora": {"method": "lora"}, "full": {"method": "full"}})
     progress = conduct(study, Path("store"), RayEngine(cluster.address, retries=1, do=dying_with_one_seed))
     assert len(progress.results) == 4
-    lost = "its worker was lost (WorkerCrashedError), retried 1 times"
+    lost = "its worker was lost (WorkerCrashedError), retried 1 time"
     assert collections.Counter(progress.failed.values()) == {"RuntimeError: out of memory": 3, lost: 1}
     for key, error in progress.failed.items():
         log = (tmp_path / "store" / f"{key}.log").read_text()

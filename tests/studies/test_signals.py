@@ -46,8 +46,7 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         os.setsid()
-        if how == "nohup":
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
         print(os.getpid(), flush=True)
         try:
             conduct(dummies.study(), Path(store), LocalEngine(2, do=train_until_told))

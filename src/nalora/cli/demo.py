@@ -22,7 +22,7 @@ from nalora.files import outputs
 from nalora.files.atomic import json_text
 from nalora.report.data import read_runs
 from nalora.report.html import write_report
-from nalora.runs import contents, marker
+from nalora.runs import contents, marker, packaged
 from nalora.runs.folder import RunFolder, read_jsonl, write_json
 from nalora.runs.settings import read
 from nalora.training.run import Interrupted, train
@@ -30,7 +30,7 @@ from nalora.training.run import Interrupted, train
 # What the report shows of the gates: a few states, a few examples; seconds beside minutes of training.
 SNAPSHOT_EVERY = 15
 PROBE_SIZE = 6
-RECIPE = Path(__file__).parent / "recipes" / "laptop.yaml"
+RECIPE = packaged.RECIPES / "laptop.yaml"
 
 
 class Arm(NamedTuple):
