@@ -367,3 +367,38 @@ def test_seeds_to_decide_are_those_of_the_tables_of_the_paired_t_test(effect, se
 def test_differences_without_any_spread_need_the_fewest_seeds():
     assert seeds_to_decide([1.0, 1.0, 1.0], 0.05) == 3
     assert seeds_to_decide([1.0, 1.0, 1.0], 0.05, finest=10.0) > 10
+
+
+@pytest.mark.parametrize("differences", [[-0.1, 0.02, -0.2], [0.3, 0.1, 0.25, 0.7], [1.0, -1.0, 0.5, 0.1, 0.2]])
+def test_the_p_value_is_that_of_scipys_paired_t_test(differences):
+    stats = pytest.importorskip("scipy.stats")
+    values = {
+        "lora": dict.fromkeys(range(len(differences)), 1.0),
+        "other": {s: 1 + d for s, d in enumerate(differences)},
+    }
+    (found,) = compare(values, "lora", higher_is_better=True)
+    one, two = ([values[name][seed] for seed in range(len(differences))] for name in ("other", "lora"))
+    assert found.p == pytest.approx(stats.ttest_rel(one, two).pvalue, rel=1e-9)
+
+
+def test_holm_takes_the_smallest_p_value_first_whatever_its_name():
+    assert holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+
+
+def test_sentences_name_a_worse_method_and_the_seeds_that_would_decide():
+    values = {"lora": {0: 1.0, 1: 1.1, 2: 0.9}, "far": {0: 1.5, 1: 1.61, 2: 1.39}, "near": {0: 0.9, 1: 1.1, 2: 0.7}}
+    far, near = compare(values, "lora", higher_is_better=False)
+    assert "far is worse than lora" in far.sentence("test loss")
+    assert f"about {near.seeds_to_decide} seeds would decide" in near.sentence("test loss")
+
+
+def test_bootstrap_draws_do_not_depend_on_other_draws():
+    values = [math.sqrt(number) for number in range(9)]
+    first = bootstrap_interval(values)
+    torch.rand(1)
+    assert bootstrap_interval(values) == first
+
+
+def test_a_small_difference_without_spread_is_certain_unless_the_measure_is_coarse():
+    assert seeds_to_decide([0.1, 0.1, 0.1], 0.05) == 3
+    assert seeds_to_decide([0.1, 0.1, 0.1], 0.05, finest=1.0) > 3
