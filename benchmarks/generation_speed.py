@@ -66,10 +66,11 @@ def main() -> None:
     graph, batched = (answers[name] for name in list(variants)[:2])
     same = sum(a == b for a, b in zip(graph, batched, strict=True))
     print(f"{same} of {len(graph)} answers are the same text with and without the graph")
-    setting = f"{args.label or args.model}, {loaded.model.dtype}, GSM8K test, {len(examples)} questions"
+    setting = f"{args.label or args.model}, GSM8K test, {len(examples)} questions"
     harness.append(
         [
-            {"question": "generation", "setting": setting, "variant": name, "unit": "tokens/s"} | harness.quantiles(values)
+            {"question": "generation", "setting": setting, "variant": name, "unit": "tokens/s"}
+            | harness.quantiles(values)
             for name, values in speeds.items()
         ],
         args.rows,

@@ -45,7 +45,7 @@ Row = dict[str, str]
 def main() -> None:
     with ROWS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    sections = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, evaluation)
+    sections = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, generation)
     PAGE.write_text("\n".join([HEAD, *(line for section in sections for line in section(rows))]) + "\n")
     first = next(iter(settings(rows, "training step").values()))
     figures.training_step({name: float(row["p50"]) for name, row in first.items()}, FLOOR)
@@ -195,17 +195,14 @@ def cpu(rows: list[Row]) -> Iterator[str]:
                 yield f"| {variant} | {unit} | {' | '.join(cells)} |"
 
 
-def evaluation(rows: list[Row]) -> Iterator[str]:
-    for setting, variants in settings(rows, "evaluation").items():
-        batched, alone = variants["in batches"], variants["one by one"]
-        yield f"\n## Evaluation: {setting}\n\n`python benchmarks/evaluation_speed.py --data-dir FOLDER`."
-        yield f"{measured_on(batched)} Greedy, at most 512 tokens an answer.\n"
-        yield f"- {median(batched):.0f} tokens/s in batches, {median(alone):.1f} with plain `generate` one by one"
-        yield f"  ({alone['samples']} questions): {median(batched) / median(alone):.0f} times faster; the goal is 10."
+def generation(rows: list[Row]) -> Iterator[str]:
+    for setting, variants in settings(rows, "generation").items():
+        graph = variants["CUDA graph"]
+        yield f"\n## Generation: {setting}\n\n`python benchmarks/generation_speed.py --data-dir FOLDER`."
+        yield f"{measured_on(graph)} Greedy, at most 512 tokens an answer.\n"
+        yield "| variant | tokens/s | CUDA graph is faster by |\n|---|---|---|"
         for name, row in variants.items():
-            if row["unit"] == "share":
-                low, high = (100 * float(row[q]) for q in ("p20", "p80"))
-                yield f"- {name}: {100 * median(row):.2f} %, 95 % interval {low:.2f} … {high:.2f} %."
+            yield f"| {name} | {median(row):,.0f} | {median(graph) / median(row):.1f} |"
 
 
 def _any(found: dict[str, dict[str, Row]]) -> Row:

@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import sys
-import tarfile
 import warnings
 from pathlib import Path
 
@@ -60,8 +59,7 @@ def project(released, tmp_path, monkeypatch) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+    shutil.unpack_archive(archive, folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
