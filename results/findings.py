@@ -1,6 +1,6 @@
 """The tables of docs/findings.md, from the answers of the studies.
 
-The text between `<!-- NAME -->` and `<!-- /NAME -->` is written anew: `arms`, every arm compared with LoRA, study by
+The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced: `arms`, every arm compared with LoRA, study by
 study, `controls`, arms compared with their controls, `page`, the comparisons that remain significant when all of these
 are one family, and `later`, the seeds that were added later, all from results/STUDY/answer.json; `repeats` and
 `robustness`, which noise.py writes from the runs.
@@ -23,7 +23,7 @@ from nalora.studies.alike import LOSS
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 ACCURACY = "accuracy"
-# The columns of the page's table, and what its rows are called where a study calls them otherwise.
+# The columns of the page's table, and the names of its rows where a study has other names.
 STUDIES = (
     ("gsm8k", "GSM8K"),
     ("caesar", "Caesar cipher"),
@@ -40,13 +40,13 @@ _PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DO
 
 
 def write(store: Path) -> Path:
-    """Bring the page up to date with the answers in results/ and the runs of a store; its path."""
+    """Update the page from the answers in results/ and the runs of a store, and return its path."""
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), store), encoding="utf-8")
     return PAGE
 
 
 def filled(page: str, store: Path, results: Path = HERE) -> str:
-    """The page with everything that it has a place for."""
+    """Return the page with every generated part filled in."""
     trained = trainings(results)
     lines = {
         "arms": arms(results),
@@ -60,27 +60,27 @@ def filled(page: str, store: Path, results: Path = HERE) -> str:
 
 
 def arms(results: Path) -> list[str]:
-    """Every arm of every study beside LoRA in test loss, and its accuracy on GSM8K."""
+    """Compare every arm of every study with LoRA by test loss, and list its accuracy on GSM8K."""
     parts = answers(results)
-    names = {told: {named(arm): arm for arm in part["values"]} for told, part in parts.items()}
+    names = {title: {named(arm): arm for arm in part["values"]} for title, part in parts.items()}
     lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
     for arm in dict.fromkeys(arm for known in names.values() for arm in known):
-        cells = [_beside(part, names[told][arm]) if arm in names[told] else "" for told, part in parts.items()]
+        cells = [_cell(part, names[title][arm]) if arm in names[title] else "" for title, part in parts.items()]
         first = next(iter(parts))
         accuracy = _accuracy(parts[first], names[first][arm]) if arm in names[first] else ""
         lines.append(f"| {arm} | {' | '.join(cells)} | {accuracy} |")
     return lines
 
 
-def _beside(part: dict[str, Any], arm: str) -> str:
-    """The first arm's own loss, and how far from it another is."""
-    found = next((each for each in part["comparisons"][LOSS] if each["method"] == arm), None)
-    if found is None:
+def _cell(part: dict[str, Any], arm: str) -> str:
+    """The loss of the first arm, or the difference of another arm from it."""
+    comparison = next((row for row in part["comparisons"][LOSS] if row["method"] == arm), None)
+    if comparison is None:
         return _over_seeds(part["values"][arm][part["measures"].index(LOSS)], 4)
-    told = _difference(found)
-    if arm in part["missing"] and found["interval"] is not None:
-        told += f", {_so_far(found['seeds'])}"
-    return f"**{told}, {found['verdict']}**" if found["verdict"] in ("better", "worse") else told
+    text = _difference(comparison)
+    if arm in part["missing"] and comparison["interval"] is not None:
+        text += f", {_so_far(comparison['seeds'])}"
+    return f"**{text}, {comparison['verdict']}**" if comparison["verdict"] in ("better", "worse") else text
 
 
 def _accuracy(part: dict[str, Any], arm: str) -> str:
@@ -90,43 +90,43 @@ def _accuracy(part: dict[str, Any], arm: str) -> str:
 
 
 def controls(results: Path) -> list[str]:
-    """Every arm beside the controls that its study names, in test loss."""
-    lines = ["| | beside | difference, 95 % interval | verdict |", "|---|---|---|---|"]
+    """Compare every arm with the controls that its study names, by test loss."""
+    lines = ["| arm | control | difference, 95 % interval | verdict |", "|---|---|---|---|"]
     for file in sorted(results.glob("*/answer.json")):
         for part in json.loads(file.read_text(encoding="utf-8")):
-            for each in part["controls"].get(LOSS, []):
-                cells = (f"{file.parent.name}: {each['method']}", each["baseline"], _difference(each), each["verdict"])
+            for row in part["controls"].get(LOSS, []):
+                cells = (f"{file.parent.name}: {row['method']}", row["baseline"], _difference(row), row["verdict"])
                 lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def whole_page(results: Path) -> list[str]:
-    """What can be told apart when every comparison in test loss that the page shows counts as one of many."""
+    """List the comparisons by test loss that remain significant when all of the page are one family."""
     p_values = {
-        f"{told}: {each['method']} beside {each['baseline']}": each["p"]
-        for told, part in answers(results).items()
+        f"{title}: {row['method']} against {row['baseline']}": row["p"]
+        for title, part in answers(results).items()
         for family in (part["comparisons"], part["controls"])
-        for each in family.get(LOSS, [])
-        if each["p"] is not None
+        for row in family.get(LOSS, [])
+        if row["p"] is not None
     }
-    left = [f"{claim} (p = {p:.2g})" for claim, p in holm(p_values).items() if p <= ALPHA]
+    significant = [f"{claim} (p = {p:.2g})" for claim, p in holm(p_values).items() if p <= ALPHA]
     return [
-        f"- **Corrected over the whole page**, all {len(p_values)} comparisons in test loss in both tables, leaves:",
-        f"  {'; '.join(left) or 'nothing'}.",
+        f"- **With Holm's correction over all {len(p_values)} comparisons of both tables**, these remain significant:",
+        f"  {'; '.join(significant) or 'none'}.",
     ]
 
 
 def answers(results: Path) -> dict[str, dict[str, Any]]:
-    """The answers of the page's studies, as far as they have been run, by the name that the page gives them."""
-    found = {}
-    for name, told in STUDIES:
+    """Return the answers of the page's studies that have been run, by the title that the page gives them."""
+    by_title = {}
+    for name, title in STUDIES:
         if (file := results / name / "answer.json").is_file():
-            (found[told],) = json.loads(file.read_text(encoding="utf-8"))
-    return found
+            (by_title[title],) = json.loads(file.read_text(encoding="utf-8"))
+    return by_title
 
 
 def named(arm: str) -> str:
-    """What an arm is called in table and picture."""
+    """Return the name of an arm in the table and the figure."""
     return ELSEWHERE.get(arm, arm)
 
 
@@ -143,7 +143,7 @@ def _so_far(seeds: int) -> str:
 
 
 def _difference(comparison: dict[str, Any]) -> str:
-    if comparison["interval"] is None:  # one seed, whose partner may be the one that went astray
+    if comparison["interval"] is None:  # one seed decides nothing
         return _so_far(comparison["seeds"])
     low, high = comparison["interval"]
     return f"{comparison['difference']:+.4f} ({low:+.4f} … {high:+.4f})"

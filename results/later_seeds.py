@@ -1,6 +1,6 @@
-"""What the seeds say by themselves that were added after a look at the first five, as two of the studies tell.
+"""Comparisons by the seeds that were added after the results of the first five were known.
 
-Whoever looks, adds and looks again claims more than he may: these nobody had seen when it was decided to run them.
+Adding seeds after looking at results makes false positives more likely; the later seeds alone are free of that.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from noise import told_apart
+from noise import significant_differences
 
 from nalora.studies.alike import LOSS
 
@@ -16,20 +16,20 @@ FIRST_LATER = 5
 
 
 def later_seeds(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which arms are told from LoRA, and from their controls, by the later seeds alone; study by study."""
-    lines = ["- **The later seeds alone**, from 5 on, decided upon after a look at the first five:"]
-    for told, part in answers.items():
+    """List the significant differences from LoRA and from controls by the later seeds alone, study by study."""
+    lines = ["- **The later seeds alone** (5 to 9, added after the results of the first five were known):"]
+    for title, part in answers.items():
         measure = part["measures"].index(LOSS)
         values = {arm: _later(measures[measure]) for arm, measures in part["values"].items()}
         values = {arm: by_seed for arm, by_seed in values.items() if by_seed}
         for family in (part["comparisons"], part["controls"]):
-            pairs = [(each["method"], each["baseline"]) for each in family.get(LOSS, [])]
+            pairs = [(row["method"], row["baseline"]) for row in family.get(LOSS, [])]
             pairs = [pair for pair in pairs if values.keys() >= {*pair}]
             for baseline in dict.fromkeys(baseline for _, baseline in pairs):
-                arms = [arm for arm, beside in pairs if beside == baseline]
+                arms = [arm for arm, other in pairs if other == baseline]
                 compared = {arm: values[arm] for arm in (*arms, baseline)}
-                found = told_apart(compared, baseline, planned=len(pairs))
-                lines.append(f"  {told}: {found} ({_counted(len(pairs))}).")
+                differences = significant_differences(compared, baseline, planned=len(pairs))
+                lines.append(f"  {title}: {differences} ({_counted(len(pairs))}).")
     return lines
 
 

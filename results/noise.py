@@ -13,7 +13,8 @@ from pathlib import Path
 from collect import REPEATS
 from run_tables import read_tables
 
-from nalora.evaluation.significance import Comparison, compare_methods
+from nalora.errors import counted
+from nalora.evaluation.significance import compare_methods
 from nalora.runs.folder import HELD_OUT
 from nalora.studies.conduct import so_far
 from nalora.studies.study import read
@@ -44,13 +45,14 @@ def repeats(trained: Trainings) -> list[str]:
                 kind = "validation" if evaluation.endswith(HELD_OUT) else "test"
                 distances[kind].append(max(values) - min(values))
     sizes = [
-        f"their {kind} losses lie {statistics.median(sizes):.4f} apart "
+        f"their {kind} losses differ by {statistics.median(sizes):.4f} "
         f"(median of {len(sizes)}; at most {max(sizes):.4f})"
         for kind, sizes in distances.items()
         if sizes
     ]
+    again = "was trained" if len(repeated) == 1 else "were trained"
     return [
-        f"- **How much is noise?** {len(repeated)} runs were trained again with the same seed:",
+        f"- **Noise.** {counted(len(repeated), 'run')} {again} again with the same seed:",
         f"  {', '.join(sizes)}.",
     ]
 
@@ -68,28 +70,23 @@ def robustness(trained: Trainings, store: Path, study: str = "gsm8k") -> list[st
 
     def verdicts(baseline: str, counted: Callable[[list[float]], float]) -> str:
         values = {arm: {seed: counted(runs) for seed, runs in seeds.items()} for arm, seeds in losses.items()}
-        return told_apart(values, baseline, planned=len(described.arms) - 1)
+        return significant_differences(values, baseline, planned=len(described.arms) - 1)
 
     return [
-        "- **Which training counts?** Of a run that was trained twice, the second, whose answers were evaluated.",
-        f"  Had the first one counted on {study}: {verdicts(described.baseline, lambda values: values[0])}.",
+        "- **Repeated trainings.** Where a run was trained twice the second counts: its answers were evaluated.",
+        f"  If the first one counted on {study}: {verdicts(described.baseline, lambda values: values[0])}.",
         f"  With the mean of a run's trainings: {verdicts(described.baseline, statistics.fmean)}.",
-        f'  Beside "{ALSO_LORA}", which is LoRA with the same seeds: {verdicts(ALSO_LORA, lambda values: values[-1])}.',
+        f'  Compared with "{ALSO_LORA}" (LoRA, same seeds): {verdicts(ALSO_LORA, lambda values: values[-1])}.',
     ]
 
 
-def told_apart(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
-    """Which arms can be told from the baseline after correction, and how far they are from it."""
+def significant_differences(values: dict[str, dict[int, float]], baseline: str, planned: int) -> str:
+    """Return a sentence with the arms that differ from the baseline after correction, and their differences."""
     pairs = [(arm, baseline) for arm in values if arm != baseline]
     compared = compare_methods(values, pairs, higher_is_better=False, planned=planned)
-    found = [each for each in compared if each.verdict in ("better", "worse")]
-    told = [
-        f"{verdict} than {baseline}: {_listed([each for each in found if each.verdict == verdict])}"
-        for verdict in ("better", "worse")
-        if any(each.verdict == verdict for each in found)
-    ]
-    return "; ".join(told) if told else f"nothing could be told from {baseline}"
-
-
-def _listed(found: list[Comparison]) -> str:
-    return ", ".join(f"{each.method} ({each.difference:+.4f})" for each in found)
+    parts = []
+    for verdict in ("better", "worse"):
+        arms = [f"{row.method} ({row.difference:+.4f})" for row in compared if row.verdict == verdict]
+        if arms:
+            parts.append(f"{verdict} than {baseline}: {', '.join(arms)}")
+    return "; ".join(parts) or f"no significant difference from {baseline}"

@@ -20,49 +20,49 @@ TARGET = Path(__file__).parents[1] / "docs" / "figures" / "findings.svg"
 
 
 def draw() -> Path:
-    """Draw it anew; its path."""
+    """Draw the figure and return its path."""
     shown = compared()
     arms = list(dict.fromkeys(arm for comparisons in shown.values() for arm in comparisons))
     with look():
         figure, axes = panels(1, len(shown), 2.0 + 2.4 * len(shown), 1.4 + 0.2 * len(arms))
-        for axis, (told, comparisons) in zip(axes, shown.items(), strict=True):
+        for axis, (study, comparisons) in zip(axes, shown.items(), strict=True):
             _lines(axis, comparisons, arms)
-            axis.set_title(told)
+            axis.set_title(study)
             axis.set_yticks(range(len(arms)), arms if axis is axes[0] else [])
         figure.supxlabel("test loss minus LoRA's: left of the line is better", fontsize="medium")
-        whole = all(each["whole"] for comparisons in shown.values() for each in comparisons.values())
+        whole = all(row["whole"] for comparisons in shown.values() for row in comparisons.values())
         marks = "coloured: distinguishable after correction" + ("" if whole else "; hollow: more seeds to come")
-        title(figure, f"How far from LoRA, each at its best rate (95 % intervals; {marks})")
+        title(figure, f"Test loss compared with LoRA, each arm at its best rate (95 % intervals; {marks})")
         figure.savefig(TARGET, metadata={"Date": None, "Creator": "nalora", "Description": digest()})
     return TARGET
 
 
 def compared() -> dict[str, dict[str, dict[str, Any]]]:
-    """The arms of each study beside LoRA, and whether all their seeds are there; with one seed there is no interval."""
-    found = {
-        told: {
-            named(each["method"]): each | {"whole": each["method"] not in part["missing"]}
-            for each in part["comparisons"][LOSS]
-            if each["interval"] is not None
+    """Return each study's comparisons with LoRA that have an interval, and whether all seeds are finished."""
+    by_study = {
+        title: {
+            named(row["method"]): row | {"whole": row["method"] not in part["missing"]}
+            for row in part["comparisons"][LOSS]
+            if row["interval"] is not None
         }
-        for told, part in answers(RESULTS).items()
+        for title, part in answers(RESULTS).items()
     }
-    return {told: comparisons for told, comparisons in found.items() if comparisons}
+    return {title: comparisons for title, comparisons in by_study.items() if comparisons}
 
 
 def digest() -> str:
-    """Of all that is drawn; it stands in the picture, so that anybody can see whether that is up to date."""
+    """Return a hash of everything drawn; the figure contains it, so that a test can check that it is up to date."""
     return "results " + hashlib.sha256(json.dumps(compared()).encode()).hexdigest()[:16]
 
 
 def _lines(axis: Axes, comparisons: dict[str, dict[str, Any]], arms: list[str]) -> None:
-    """One line for each arm, the first on top, and an empty one where this study has not asked."""
-    for place, each in ((arms.index(arm), each) for arm, each in comparisons.items()):
-        low, high = each["interval"]
-        decided = each["verdict"] in ("better", "worse")
+    """Draw one line per arm, the first on top; the line is empty where the study does not have the arm."""
+    for arm, row in comparisons.items():
+        place, (low, high) = arms.index(arm), row["interval"]
+        decided = row["verdict"] in ("better", "worse")
         colour = COLOURS[1] if decided else GREY
         axis.plot([low, high], [place, place], color=colour, linewidth=2)
-        inside = colour if each["whole"] else "white"
-        axis.plot([each["difference"]], [place], "o", color=colour, markerfacecolor=inside, markersize=5)
+        inside = colour if row["whole"] else "white"
+        axis.plot([row["difference"]], [place], "o", color=colour, markerfacecolor=inside, markersize=5)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_ylim(len(arms) - 0.5, -0.5)

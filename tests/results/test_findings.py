@@ -42,7 +42,7 @@ def test_the_findings_tables_are_the_answers(store):
     assert script("findings").filled(page, store) == page
 
 
-def test_a_control_with_one_seed_is_told_without_a_difference(tmp_path):
+def test_a_control_with_one_seed_has_no_difference(tmp_path):
     one = {"method": "na-lora", "baseline": "random", "seeds": 1, "difference": 0.1, "interval": None}
     part = {"controls": {"test loss": [{**one, "verdict": "too few seeds"}]}}
     (tmp_path / "small").mkdir()
@@ -50,7 +50,7 @@ def test_a_control_with_one_seed_is_told_without_a_difference(tmp_path):
     assert script("findings").controls(tmp_path)[-1] == "| small: na-lora | random | one seed so far | too few seeds |"
 
 
-def test_later_seeds_speak_for_themselves():
+def test_later_seeds_are_compared_alone():
     lora = {str(seed): 1.0 for seed in range(10)}
     # Far better in the seeds that were looked at, a little worse in those that were not.
     turned = {seed: 0.5 if int(seed) < 5 else 1.01 + int(seed) / 1e4 for seed in lora}

@@ -151,8 +151,8 @@ def test_a_run_trained_again_replaces_the_earlier_one_whose_losses_are_kept(tmp_
     assert json.loads(line) == {"run": "1" * 16, "losses": {"gym/sums-validation": 0.5}}
     noise = importlib.import_module("noise")
     text = " ".join(noise.repeats(noise.trainings(tmp_path / "results")))
-    assert "1 runs were trained again" in text
-    assert "validation losses lie 0.2000 apart (median of 1; at most 0.2000)." in text
+    assert "1 run was trained again" in text
+    assert "validation losses differ by 0.2000 (median of 1; at most 0.2000)." in text
 
 
 def test_the_scripts_run_as_the_readme_says(tmp_path, monkeypatch):
