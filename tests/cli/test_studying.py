@@ -160,7 +160,7 @@ def test_without_scipy_it_is_said_before_any_run(run, file, tmp_path, monkeypatc
     for more in ((), ("--so-far",)):
         code, _, err = run("study", file, "--store", tmp_path / "store", *more)
         assert code == 2
-        assert "found no scipy; expected the report extra" in err
+        assert "found no package scipy; expected the package scipy" in err
     assert not list((tmp_path / "store").iterdir())
 
 
@@ -170,7 +170,7 @@ def test_a_store_that_cannot_be_written_to_is_named_before_anything_starts(run, 
     for store in (taken, taken / "below"):
         code, _, err = run("study", file, "--store", store)
         assert code == 2
-        assert f"{store}: found {'a file' if store == taken else 'no folder that can be written to'}" in err
+        assert f"{store}: found {'a file' if store == taken else 'that it cannot be written to'}" in err
     assert taken.read_text() == "a file"
 
 

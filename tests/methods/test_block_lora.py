@@ -137,5 +137,5 @@ def test_where_no_layer_can_be_cut_another_method_is_advised():
 
 
 def test_no_block_is_refused():
-    with pytest.raises(nalora.NALoRAError, match="blocks: 0"):
+    with pytest.raises(nalora.NALoRAError, match="blocks: found 0"):
         block_lora(0)

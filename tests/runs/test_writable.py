@@ -21,10 +21,10 @@ def places(folder) -> dict[str, tuple[str, str]]:
         "a file": (str(folder / "file"), "found a file; expected a new or empty folder"),
         "below a file": (str(folder / "file" / "run"), "file, which is a file and no folder"),
         "a broken link": (str(folder / "link"), "found a symbolic link; expected a new or empty folder"),
-        "the kernel's": ("/proc/run", "nothing can be written there"),
+        "the kernel's": ("/proc/run", "cannot be written to"),
         "a long name": (str(folder / ("x" * 300)), "a name of 300 bytes"),
         "a long name in unicode": (str(folder / ("é" * 200)), "a name of 400 bytes"),
-        "a NUL": (str(folder / "a\0b"), "nothing can be written there"),
+        "a NUL": (str(folder / "a\0b"), "cannot be written to"),
     }
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
-from nalora.errors import NALoRAError, counted
+from nalora.errors import counted, missing_path, unusable
 
 # What a study exits with that lacks runs, because they failed.
 MISSING = 1
@@ -74,9 +74,7 @@ def study(
 
         scipy_stats()  # what the answer needs is checked now, not after hours of runs
     if known and not store.is_dir():
-        raise NALoRAError(
-            str(store), found="no such folder", expected="a store of runs", fix="give --store, or run the study"
-        )
+        raise missing_path("folder", store, "a store of runs", "give --store, or run the study")
     if not known:
         _refuse_unready(described, jobs)
     if not known and engine != "ray":  # a cluster's nodes may have what this machine has not
@@ -110,12 +108,12 @@ def study(
 def _refuse_missing_data(jobs: Iterable[Any]) -> None:
     """Before the first run, since every one of them would fail."""
     wanted = dict.fromkeys(job.settings["data_dir"] for job in jobs if job.settings.get("data_dir"))
-    for missing in (folder for folder in wanted if not Path(folder).exists()):
-        raise NALoRAError(
-            f"data_dir: {missing}",
-            found="no such folder",
-            expected="the data that the study's runs learn from",
-            fix="put it there, as the head of the study says, or give another data_dir",
+    for folder in (path for path in wanted if not Path(path).exists()):
+        raise missing_path(
+            "folder",
+            f"data_dir: {folder}",
+            "the data that the study's runs learn from",
+            "put it there, as the head of the study says, or give another data_dir",
         )
 
 
@@ -140,11 +138,8 @@ def _make_ready(store: Path) -> None:
         with tempfile.TemporaryFile(dir=store):
             pass
     except OSError as error:
-        raise NALoRAError(
-            str(store),
-            found=f"no folder that can be written to ({error.strerror})",
-            expected="a store of runs",
-            fix="give another with --store, or the right to write there",
+        raise unusable(
+            store, "written to", error, "a store of runs", "give another with --store, or the right to write there"
         ) from error
 
 

@@ -21,7 +21,7 @@ from nalora.control.parameters import parts
 from nalora.control.plan import Plan
 from nalora.control.window import GateWindow
 from nalora.distributed.shards import is_data_parallel, is_offloaded, is_sharded
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package, wrong_value
 
 
 def if_arguments_are_mixed_up(model: Any, config: Any) -> None:
@@ -46,14 +46,9 @@ def if_kernels_are_unknown(kernels: str) -> None:
     """Refuse a misspelt choice, and fused layers where there is no Triton to write them in."""
     if kernels not in (known := typing.get_args(Kernels)):
         expected = f"one of {', '.join(map(repr, known))}"
-        raise NALoRAError("kernels", found=repr(kernels), expected=expected, fix="kernels='auto'")
+        raise wrong_value("kernels", kernels, expected, "kernels='auto'")
     if kernels == "fused" and importlib.util.find_spec("triton") is None:
-        raise NALoRAError(
-            "kernels",
-            found="no Triton",
-            expected="Triton for kernels='fused'",
-            fix="pip install triton, or kernels='auto'",
-        )
+        raise missing_package("kernels", "triton", "for kernels='fused'", instead=", or kernels='auto'")
 
 
 def if_kernels_cannot_run(plan: Plan) -> None:

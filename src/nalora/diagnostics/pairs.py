@@ -13,7 +13,7 @@ from nalora import tasks
 from nalora.diagnostics.dynamics import Request
 from nalora.diagnostics.probe import Probe, make_probe
 from nalora.diagnostics.twins import adapt, is_adapter
-from nalora.errors import NALoRAError
+from nalora.errors import missing_path
 from nalora.models import loading
 from nalora.models.loading import ModelSpec
 from nalora.runs.inputs import kind_of
@@ -59,12 +59,7 @@ def _where(target: str, spec: ModelSpec, request: Request) -> tuple[ModelSpec, P
     path = Path(target).expanduser()
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
         # A path with a folder that is there is no hub id, and should not cost a question to the hub.
-        raise NALoRAError(
-            target,
-            found="no such folder",
-            expected="a run, an adapter or a model to compare with",
-            fix="check the path",
-        )
+        raise missing_path("folder", target, "a run, an adapter or a model to compare with")
     if not (path / "run.yaml").is_file():
         return spec, path
     other = finished_run(path, trust=request.trust)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nalora.errors import NALoRAError
+from nalora.errors import wrong_kind
 from nalora.evaluation.records import ROW_KEYS
 from nalora.runs import contents, marker
 from nalora.runs.lock import FolderLock
@@ -52,11 +52,8 @@ def refuse_foreign(folder: Path) -> None:
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
     for file in (folder / name for name in (*ROW_KEYS, *_SUMMARIES)):
         if contents.exists(file) and (file.is_symlink() or not file.is_file()):
-            raise NALoRAError(
-                str(file),
-                found="a symbolic link" if file.is_symlink() else "no file",
-                expected="a file that an evaluation can append to",
-                fix="move it away, or give another --output",
+            raise wrong_kind(
+                file, "file", "a file that an evaluation can append to", "move it away, or give another --output"
             )
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from nalora.errors import NALoRAError, counted
+from nalora.errors import counted, missing_package
 from nalora.evaluation.intervals import Interval
 
 ALPHA = 0.05
@@ -291,7 +291,5 @@ def scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError as error:
-        raise NALoRAError(
-            "statistics", found="no scipy", expected="the report extra", fix="pip install 'nalora[report]'"
-        ) from error
+        raise missing_package("statistics", "scipy", "to compute statistics over seeds", "'nalora[report]'") from error
     return stats

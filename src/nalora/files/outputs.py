@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, wrong_kind
 
 # How much of a file is read to find out who wrote it.
 _HEAD = 8192
@@ -56,12 +56,7 @@ def refuse_linked_folder(folder: Path, *, option: str) -> None:
         NALoRAError: it is one.
     """
     if folder.is_symlink():
-        raise NALoRAError(
-            str(folder),
-            found="a symbolic link",
-            expected="a folder",
-            fix=f"give the folder that it points to, or another {option}",
-        )
+        raise wrong_kind(folder, "folder", "a folder", f"give the folder that it points to, or another {option}")
 
 
 def is_page(head: bytes) -> bool:

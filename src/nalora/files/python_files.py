@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, missing_path, unknown_name
 
 _FILE = re.compile(r"(?P<file>.+\.py)(:(?P<entry>[^:/\\]+))?", re.DOTALL)
 
@@ -45,15 +45,14 @@ def entry(kind: str, text: str, table: str) -> Any:
     file, name = split(text) or (text, None)
     where = f"{kind} {text!r}"
     if not os.path.isfile(file):
-        raise NALoRAError(where, found="no such file", expected=f"a {kind}'s Python file", fix="check the path")
+        raise missing_path("file", where, f"a {kind}'s Python file")
     entries = {each.name: each for each in getattr(load(Path(file)), table, ())}
     if not entries:
         expected = f"{table} = (Your{kind.title()},)"
         raise NALoRAError(where, found=f"no {table} in the file", expected=expected, fix="add that line")
     if name is not None and name not in entries:
-        fix = did_you_mean(name, entries, f"write {file}:{next(iter(entries))}")
-        raise NALoRAError(
-            where, found=f"no {kind} {name!r} in the file", expected=f"one of {', '.join(entries)}", fix=fix
+        raise unknown_name(
+            where, f"no {kind} {name!r} in the file", name, entries, f"write {file}:{next(iter(entries))}"
         )
     return entries[name] if name is not None else next(iter(entries.values()))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError, shortened
+from nalora.errors import NALoRAError, shortened, unusable
 
 # The longest file of this project has 6 kB. Nothing that a person writes comes near any of these.
 MOST_BYTES = 1 << 20
@@ -65,8 +65,7 @@ def read_text(path: Path, expected: str, fix: str) -> str:
             str(path), found=f"{byte}, which is not UTF-8", expected="text in UTF-8", fix="save the file as UTF-8"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte, in Python 3.10 … 3.12
-        found = getattr(error, "strerror", None) or str(error)
-        raise NALoRAError(str(path), found=f"that it cannot be read ({found})", expected=expected, fix=fix) from error
+        raise unusable(path, "read", error, expected, fix) from error
 
 
 def value(text: str, where: str) -> Any:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from nalora.control.hooks import follow
 from nalora.distributed.gather import share, whole
 from nalora.distributed.shards import local
-from nalora.errors import NALoRAError
+from nalora.errors import missing_path
 from nalora.models.peft_names import ADAPTER
 
 # In a Trainer's checkpoint: what the next allocation goes by.
@@ -135,11 +135,11 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
             return
         path = Path(checkpoint) / STATE_FILE
         if not path.is_file():
-            raise NALoRAError(
-                str(path),
-                found="no such file",
-                expected="what AdaLoRA's next allocation goes by",
-                fix="resume from a checkpoint that this method wrote, or start anew",
+            raise missing_path(
+                "file",
+                path,
+                "what AdaLoRA's next allocation goes by",
+                "resume from a checkpoint that this method wrote, or start anew",
             )
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*_SCORES, "kept")}
         for key, tensor in load_file(path).items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.distributed.gather import whole
-from nalora.errors import NALoRAError, counted
+from nalora.errors import NALoRAError, counted, require
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
 from nalora.methods.saving import write_lora
@@ -61,9 +61,7 @@ class AdaLoRA(LoRA):
             ("beta2", 0 < self.beta2 < 1, "a number in (0, 1)"),
             ("orthogonality", self.orthogonality >= 0, "0 or more"),
         ):
-            if not holds:
-                found = repr(getattr(self, name))
-                raise NALoRAError(f"method 'adalora', {name}", found=found, expected=expected, fix="correct it")
+            require(holds, f"method 'adalora', {name}", getattr(self, name), expected)
 
     def ranks(self, adapter: Adapter) -> tuple[int, int]:
         """The target and the initial rank.

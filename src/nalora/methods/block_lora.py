@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, require
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.lora_plus import LoRAPlus
 from nalora.methods.method import Adapter, Start
@@ -38,10 +38,7 @@ class BlockLoRA(LoRAPlus):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.blocks < 1:
-            raise NALoRAError(
-                f"blocks: {self.blocks}", found="less than one block", expected="1 or more", fix="use 2 or 4"
-            )
+        require(self.blocks >= 1, "blocks", self.blocks, "1 or more", "use 2 or 4")
 
     def config_settings(self, adapter: Adapter) -> dict[str, Any]:
         """LoRA's at rank k·r, with the same scaling α/r.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.distributed import processes
 from nalora.distributed.processes import add_up, is_first_process
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, require
 from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
 from nalora.methods.lora import leave_out, lora_layers
@@ -181,10 +181,7 @@ def refuse_not_positive(method: Any, *settings: str) -> None:
     """
     for setting in settings:
         value = getattr(method, setting)
-        if not value > 0:
-            raise NALoRAError(
-                f"{setting}: {value}", found="nothing, or less", expected="a positive number", fix="raise it"
-            )
+        require(value > 0, setting, value, "a positive number", "raise it")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.errors import NALoRAError
+from nalora.errors import require
 from nalora.methods.lora import LoRA
 from nalora.methods.optimizers import named_optimizer
 
@@ -28,10 +28,7 @@ class LoRAPlus(LoRA):
     ratio: float = 16.0
 
     def __post_init__(self) -> None:
-        if not self.ratio > 0:
-            raise NALoRAError(
-                f"ratio: {self.ratio}", found="no positive number", expected="λ > 0", fix="16 is the paper's"
-            )
+        require(self.ratio > 0, "ratio", self.ratio, "λ > 0", "16 is the paper's")
 
     def optimizer(self, trainer: Any) -> Optimizer:
         """The run's optimizer, with B at λ times the learning rate."""

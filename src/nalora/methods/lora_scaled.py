@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nalora.config import PROJECTIONS
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, require
 from nalora.methods.applied_factors import mean_applied_factors
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Start
@@ -45,8 +45,7 @@ class LoRAScaled(LoRA):
 
     def __post_init__(self) -> None:
         for name in _FACTORS:
-            if not getattr(self, name) > 0:
-                raise NALoRAError(name, found=repr(getattr(self, name)), expected="a positive number", fix="raise it")
+            require(getattr(self, name) > 0, name, getattr(self, name), "a positive number", "raise it")
         given = any(getattr(self, name) != 1.0 for name in _FACTORS)
         if given == (self.like is not None):
             raise NALoRAError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from nalora.errors import NALoRAError
+from nalora.errors import require
 from nalora.methods import moved_base
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
@@ -30,10 +30,7 @@ class PiSSA(LoRA):
     iterations: int = 0
 
     def __post_init__(self) -> None:
-        if self.iterations < 0:
-            raise NALoRAError(
-                f"iterations: {self.iterations}", found="a negative number", expected="0 or more", fix="0 is exact"
-            )
+        require(self.iterations >= 0, "iterations", self.iterations, "0 or more", "0 is exact")
 
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
         """Decompose every layer's weight, or take a resumed run's own start.

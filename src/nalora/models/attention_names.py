@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import NamedTuple
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, unknown_name
 
 
 class _Package(NamedTuple):
@@ -39,13 +39,13 @@ def refuse_unusable_attention(name: str | None, device: str) -> None:
     if name not in _FLASH:
         from transformers import AttentionInterface
 
-        known = [*_BUILT_IN, *_FLASH]
         if name not in AttentionInterface().valid_keys():
-            raise NALoRAError(
+            raise unknown_name(
                 f"attention: {name}",
-                found="no attention implementation of that name in transformers",
-                expected=f"one of {', '.join(known)}",
-                fix=did_you_mean(name, known, "leave attention out, which takes sdpa where the model has it"),
+                "no attention implementation of that name in transformers",
+                name,
+                [*_BUILT_IN, *_FLASH],
+                "leave attention out, which takes sdpa where the model has it",
             )
         return
     if device.partition(":")[0] in ("cpu", "mps"):
@@ -61,7 +61,7 @@ def refuse_unusable_attention(name: str | None, device: str) -> None:
         raise NALoRAError(
             f"attention: {name}",
             found=f"no package {package.module}",
-            expected="the package that computes it",
+            expected="the package that computes this attention",
             fix=f"{package.install}, or set attention to sdpa, torch's own, which has FlashAttention-2 in it",
         )
 

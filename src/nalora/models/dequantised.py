@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package
 from nalora.files import atomic
 from nalora.files.cache import cache_folder
 from nalora.models.file_digest import digest_of_file
@@ -97,9 +97,7 @@ def gguf_config(gguf: Path) -> Any:
 
 def _require_gguf(gguf: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise NALoRAError(
-            gguf.name, found="no package gguf", expected="it, to read the file's weights", fix="pip install gguf"
-        )
+        raise missing_package(gguf.name, "gguf", "to read the file's weights")
 
 
 def _is_whole(folder: Path) -> bool:

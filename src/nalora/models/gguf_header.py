@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_path, unusable
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -64,20 +64,13 @@ def read_header(path: Path) -> Header:
         NALoRAError: no such file, no GGUF file, one that ends too early, or one part of several.
     """
     if not path.is_file():
-        raise NALoRAError(
-            str(path), found="no such file", expected="a GGUF file", fix="check the path, or give a folder or hub id"
-        )
+        raise missing_path("file", path, "a GGUF file", "check the path, or give a folder or hub id")
     there = path.stat().st_size
     try:
         with path.open("rb") as file:
             header = _parsed(_Reader(file, there), path)
     except OSError as error:
-        raise NALoRAError(
-            str(path),
-            found=error.strerror or str(error),
-            expected="a file that can be read",
-            fix="check its permissions",
-        ) from error
+        raise unusable(path, "read", error, "a file that can be read", "check its permissions") from error
     except _EndsError:
         raise _truncated(path, f"{there:,} bytes, which end inside the header") from None
     if there < header.size:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from nalora.errors import NALoRAError, first_line
+from nalora.errors import NALoRAError, first_line, missing_package
 from nalora.models import dequantised, smollm2
 from nalora.models.attention_names import refuse_unusable_attention
 from nalora.models.kinds import refuse_unless_it_writes
@@ -214,12 +214,7 @@ def _quantisation(spec: ModelSpec) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise NALoRAError(
-            spec.name,
-            found=f"quantise={spec.quantise} without bitsandbytes",
-            expected="the package that quantises",
-            fix="pip install bitsandbytes",
-        ) from error
+        raise missing_package(spec.name, "bitsandbytes", f"for quantise={spec.quantise}") from error
     if spec.quantise == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = getattr(torch, spec.dtype or default_dtype(spec.device or best_device()))

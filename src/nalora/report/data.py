@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_path
 from nalora.files import yaml_reader
 from nalora.report.cleaning import clean_diagnosis, clean_mismatch
 from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
@@ -90,9 +90,7 @@ def read_run(path: str | Path) -> RunData:
     """
     path = Path(path)
     if not path.is_dir():
-        raise NALoRAError(
-            str(path), found="no such folder", expected="a run's folder", fix="check the path; runs go to output="
-        )
+        raise missing_path("folder", path, "a run's folder", "check the path; runs go to output=")
     if not _is_run(path):
         raise NALoRAError(
             str(path), found="no run.yaml", expected="a run's folder", fix="give the folder that `nalora train` named"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nalora.errors import NALoRAError
+from nalora.errors import missing_package
 from nalora.files import atomic, outputs
 from nalora.report.naming import brief, tidy
 
@@ -73,9 +73,7 @@ def look() -> Iterator[None]:
     try:
         from matplotlib import rc_context, rcParamsDefault
     except ImportError:
-        raise NALoRAError(
-            "figures", found="no matplotlib", expected="the report extra", fix='pip install "nalora[report]"'
-        ) from None
+        raise missing_package("figures", "matplotlib", "to draw with", "'nalora[report]'") from None
 
     plain: Any = {key: value for key, value in rcParamsDefault.items() if not key.startswith(("backend", "date."))}
     with rc_context(plain | _STYLE):

@@ -9,7 +9,7 @@ from importlib import resources, util
 from pathlib import Path
 
 from nalora import __version__
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package, unusable
 from nalora.files import atomic, outputs
 from nalora.files.atomic import json_text
 from nalora.report import words
@@ -35,9 +35,7 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(output, text)
     except OSError as error:
-        raise NALoRAError(
-            str(output), found=error.strerror or str(error), expected="a file to write", fix="give another --output"
-        ) from None
+        raise unusable(output, "written", error, "a file to write", "give another --output") from None
     return output
 
 
@@ -99,6 +97,4 @@ def _plotly() -> str:
         script = Path(place) / "package_data" / "plotly.min.js"
         if script.is_file():
             return script.read_text(encoding="utf-8")
-    raise NALoRAError(
-        "report", found="no plotly", expected="its script, to draw with", fix="pip install 'nalora[report]'"
-    )
+    raise missing_package("report", "plotly", "whose script draws the charts", "'nalora[report]'")

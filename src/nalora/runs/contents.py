@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, wrong_kind
 from nalora.files import yaml_reader
 from nalora.runs import checkpoints
 from nalora.runs.marker import MARKER, is_marked
@@ -104,11 +104,8 @@ def refuse_odd_entries(folder: Path, *names: str) -> None:
             _refuse_links_inside(path)
         if exists(path) and not is_kind(path.lstat().st_mode):
             expected = "folder" if is_kind is stat.S_ISDIR else "file"
-            raise NALoRAError(
-                str(path),
-                found="a symbolic link" if path.is_symlink() else f"no {expected}",
-                expected=f"a {expected} inside the run's folder",
-                fix="move it away, or give another output=",
+            raise wrong_kind(
+                path, expected, f"a {expected} inside the run's folder", "move it away, or give another output="
             )
 
 
@@ -116,12 +113,7 @@ def _refuse_links_inside(folder: Path) -> None:
     """Libraries write into these folders file by file, and open what is there."""
     for entry in folder.rglob("*") if folder.is_dir() and not folder.is_symlink() else ():
         if entry.is_symlink():
-            raise NALoRAError(
-                str(entry),
-                found="a symbolic link",
-                expected="a file inside the run's folder",
-                fix="move it away, or give another output=",
-            )
+            raise wrong_kind(entry, "file", "a file inside the run's folder", "move it away, or give another output=")
 
 
 def _is_own_name(name: str) -> bool:

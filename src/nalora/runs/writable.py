@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from nalora.errors import NALoRAError, shortened
+from nalora.errors import NALoRAError, shortened, unusable
 
 # Of a file's name on nearly every file system; a run adds endings to some, and partial files a prefix.
 _LONGEST_NAME = 255
@@ -43,10 +43,7 @@ def refuse_unusable(path: Path, fix: str = "give another output") -> None:
         with tempfile.TemporaryFile(dir=nearest, prefix=".nalora-"):  # gone at once; some systems never show it
             pass
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise NALoRAError(
-            place, found=f"that nothing can be written there ({found})", expected=expected, fix=fix
-        ) from error
+        raise unusable(place, "written to", error, expected, fix) from error
 
 
 def as_a_name(text: str) -> str:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, wrong_kind
 from nalora.studies.ended import TOLD_TO_END, Ended, told
 from nalora.studies.job import Job, let_go_of_memory, log_of, work
 
@@ -244,12 +244,7 @@ def _into(path: Path) -> Iterator[None]:
 def _log(path: Path) -> IO[bytes]:
     """The log of a run, to be appended to; not through a link to a file, which is somebody else's."""
     if path.is_symlink() and (path.is_file() or not path.exists()):
-        raise NALoRAError(
-            str(path),
-            found="a symbolic link",
-            expected="a log inside the store",
-            fix="move it away, or give another --store",
-        )
+        raise wrong_kind(path, "file", "a log inside the store", "move it away, or give another --store")
     return path.open("ab")
 
 

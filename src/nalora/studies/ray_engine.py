@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any, NamedTuple
 
-from nalora.errors import NALoRAError, counted
+from nalora.errors import NALoRAError, counted, missing_package
 from nalora.studies.ended import TOLD_TO_END, Ended, NotRepeated, told
 from nalora.studies.engines import SECONDS_TO_END, Do, attempt
 from nalora.studies.job import Job, log_of, work
@@ -59,9 +59,7 @@ class RayEngine:
         try:
             import ray
         except ImportError as error:
-            raise NALoRAError(
-                "--engine ray", found="no Ray", expected="the package ray", fix="pip install 'nalora[ray]'"
-            ) from error
+            raise missing_package("--engine ray", "ray", "to run on a cluster", "'nalora[ray]'") from error
         self._ray: Any = ray
         self._connected_here = not ray.is_initialized()
         if self._connected_here:

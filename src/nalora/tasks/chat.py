@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, require
 from nalora.tasks.judge import Judge, Judgements, rating
 from nalora.tasks.prompts import alpaca
 from nalora.tasks.sources import field, find_file, holds, jsonl_rows, read_rows, text, texts
@@ -70,10 +70,14 @@ class MTBench(Task):
         judgements: str | Path | None = None,
         limit: int | None = 52_000,
     ) -> None:
-        if isinstance(judge_timeout, bool) or not isinstance(judge_timeout, (int, float)) or not judge_timeout > 0:
-            raise NALoRAError(
-                "judge_timeout", found=repr(judge_timeout), expected="seconds, more than 0", fix="leave it out for 300"
-            )
+        is_number = isinstance(judge_timeout, (int, float)) and not isinstance(judge_timeout, bool)
+        require(
+            is_number and judge_timeout > 0,
+            "judge_timeout",
+            judge_timeout,
+            "seconds, more than 0",
+            "leave it out for 300",
+        )
         record = Judgements(judgements)
         self.judge = Judge(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
         self.data_dir, self.limit = data_dir, limit

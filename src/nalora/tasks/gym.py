@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, did_you_mean, missing_package, require, wrong_value
 from nalora.tasks import gym_trust
 from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
-from nalora.tasks.sources import missing_package
 from nalora.tasks.task import Example, Scores, Task
 
 # Item i of a dataset is drawn from its seed + i: seeds 0 and 1 share all items but one. So training and test sets,
@@ -78,11 +77,11 @@ class Gym(Task):
         self._check("seed", seed, 0, _LAST_SEED)
         self.train_size, self.test_size, self.seed = train_size, test_size, seed
         if not isinstance(settings or {}, Mapping):
-            raise NALoRAError(
+            raise wrong_value(
                 f"{name}, settings",
-                found=repr(settings),
-                expected="the family's settings by name",
-                fix="write settings={name: value}, as in settings={max_terms: 3}",
+                settings,
+                "the family's settings by name",
+                "write settings={name: value}, as in settings={max_terms: 3}",
             )
         self.settings = dict(settings or {})
         self._check_repeatable()
@@ -247,10 +246,7 @@ class Gym(Task):
             ) from error
 
     def _check(self, option: str, value: int, least: int, most: int) -> None:
-        if not least <= value <= most:
-            raise NALoRAError(
-                f"{self.name}, {option}", found=str(value), expected=f"{least} to {most}", fix="give one of these"
-            )
+        require(least <= value <= most, f"{self.name}, {option}", value, f"{least} to {most}", "give one of these")
 
     def _check_repeatable(self) -> None:
         if self.family in _UNREPEATABLE:

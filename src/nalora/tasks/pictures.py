@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package
 from nalora.tasks.image_contents import Contents, contents_of_column, contents_of_images
 from nalora.tasks.sources import hub_data
 
@@ -155,11 +155,8 @@ def digits() -> tuple[list[str], Pictures, Pictures]:
         from PIL import Image
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise NALoRAError(
-            "digits",
-            found=f"no package `{error.name}`",
-            expected="scikit-learn, which carries the images, and pillow",
-            fix="pip install scikit-learn pillow",
+        raise missing_package(
+            "digits", error.name or "sklearn", "which carries or reads the images", "scikit-learn pillow"
         ) from error
     loaded = load_digits()
     # Ink from 0 to 16 in steps of one.

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, require
 from nalora.files.atomic import json_text
 from nalora.tasks import sandbox_view
 
@@ -66,10 +66,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1:
-                raise NALoRAError(
-                    f"Limits.{name}", found=str(value), expected="at least 1", fix=f"leave {name} at its default"
-                )
+            require(value >= 1, f"Limits.{name}", value, "at least 1", f"leave {name} at its default")
 
 
 @dataclass(frozen=True)

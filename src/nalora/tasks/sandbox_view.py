@@ -20,8 +20,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from nalora.errors import NALoRAError
-from nalora.tasks.sources import missing_package
+from nalora.errors import NALoRAError, missing_package
 
 _LIBRARIES = Path(__file__).parent / "sandboxed" / "libraries.py"
 _START_SECONDS = 60

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package, require
 
 Rows = list[dict[str, Any]]
 Value = TypeVar("Value")
@@ -28,11 +28,8 @@ def hub_data(task: str, dataset: str, split: str, name: str | None = None, folde
     try:
         import datasets
     except ImportError as error:
-        raise NALoRAError(
-            task,
-            found="no package `datasets`",
-            expected="it, to read the hub, or the files themselves",
-            fix=f"pip install nalora[hub], or give data_dir={folder}",
+        raise missing_package(
+            task, "datasets", "to read the hub, or the files themselves", "nalora[hub]", f", or give data_dir={folder}"
         ) from error
     try:
         return datasets.load_dataset(dataset, name, split=split)
@@ -43,12 +40,6 @@ def hub_data(task: str, dataset: str, split: str, name: str | None = None, folde
             expected=f"its split {split!r} from the hub",
             fix=f"check the network and `hf auth login`, or give data_dir={folder}",
         ) from error
-
-
-def missing_package(where: str, package: str, purpose: str, instead: str = "") -> NALoRAError:
-    """The error of a package that is not installed."""
-    fix = f"pip install {package.replace('_', '-')}{instead}"
-    return NALoRAError(where, found=f"no package `{package}`", expected=f"it, {purpose}", fix=fix)
 
 
 def read_rows(
@@ -173,10 +164,7 @@ def _in_short(value: Any) -> str:
 
 def one_of(task: str, option: str, value: str, choices: Sequence[str]) -> None:
     """Refuse an option's value that is none of the choices."""
-    if value not in choices:
-        raise NALoRAError(
-            f"{task}, {option}", found=repr(value), expected=f"one of {', '.join(choices)}", fix="give one of these"
-        )
+    require(value in choices, f"{task}, {option}", value, f"one of {', '.join(choices)}", "give one of these")
 
 
 def _wrong(where: str, found: str, expected: str) -> NALoRAError:

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from nalora.distributed import processes
 from nalora.distributed.processes import is_first_process
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, unusable
 from nalora.files import atomic
 from nalora.runs import checkpoints, contents, marker
 from nalora.runs.folder import RunFolder, read_jsonl
@@ -101,11 +101,8 @@ def _open_together(
         except NALoRAError as error:
             refused = error
         except OSError as error:
-            refused = NALoRAError(
-                str(folder.path),
-                found=f"that it cannot be written ({error.strerror or error})",
-                expected="a folder to write to",
-                fix="make it writable, or give another output=",
+            refused = unusable(
+                folder.path, "written", error, "a folder to write to", "make it writable, or give another output="
             )
     if processes.any_of(refused is not None, device):
         raise refused or NALoRAError(
