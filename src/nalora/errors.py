@@ -25,7 +25,7 @@ class NALoRAError(RuntimeError):
         super().__init__(f"{where}: found {found}; expected {expected}. Fix: {fix}")
 
     @property
-    def in_short(self) -> str:
+    def summary(self) -> str:
         """The same as one of several problems. A suggestion makes the list of all that is possible superfluous."""
         expected = "" if self.fix.startswith(_SUGGESTION) else f", expected {self.expected}"
         return f"{self.where}: {self.found}{expected} ({self.fix})"
@@ -46,18 +46,18 @@ class SettingsError(NALoRAError):
         self.args = (f"{where}: {self.found}",)
 
     @property
-    def in_short(self) -> str:
+    def summary(self) -> str:
         """The problems alone, for a list of problems."""
         return f"{self.where}: {'; '.join(self.problems)}"
 
 
 @contextlib.contextmanager
-def noted(problems: list[str]) -> Iterator[None]:
+def collecting(problems: list[str]) -> Iterator[None]:
     """Take what is refused inside as one of several problems, which are told together."""
     try:
         yield
     except NALoRAError as error:
-        problems.append(error.in_short)
+        problems.append(error.summary)
 
 
 def did_you_mean(given: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:

@@ -34,7 +34,7 @@ def test_all_are_drawn(activations, tmp_path):
         check_files(files, must_say=["χ(z)", known.name])
 
 
-def test_an_own_activation_is_listed_with_its_points_and_drawn(activations, tmp_path):
+def test_a_custom_activation_is_listed_with_its_points_and_drawn(activations, tmp_path):
     source = tmp_path / "gates.py"
     source.write_text("import torch\n\ndef steep(z):\n    return z * torch.sigmoid(3 * z)\n")
     code, out, _ = activations(f"{source}:steep", "torch.nn:SiLU", "--draw", str(tmp_path / "drawn"))

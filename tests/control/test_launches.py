@@ -1,4 +1,4 @@
-"""Processes that were asked for and never started are noticed."""
+"""A launch that starts fewer processes than requested is refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from nalora.distributed import processes
 from nalora.errors import NALoRAError
 
-MEET = "from nalora.distributed import processes; processes.meet('cpu'); print('met', processes.count())"
+MEET = "from nalora.distributed import processes; processes.init_process_group('cpu'); print('met', processes.count())"
 
 
 def launched(tmp_path, *options):
-    """What `accelerate launch` itself starts; no configuration of the machine's user plays a part."""
+    """Run `accelerate launch` without the configuration of the machine's user."""
     (tmp_path / "meet.py").write_text(MEET)
     left_out = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
@@ -31,7 +31,7 @@ def launched(tmp_path, *options):
 def test_accelerate_s_single_process_in_place_of_two_is_refused(tmp_path):
     done = launched(tmp_path, "--num_processes", "2")
     assert "met" not in done.stdout
-    assert "found one process, though several were asked for" in done.stderr
+    assert "found one process in place of several" in done.stderr
     assert "torchrun --nproc_per_node N -m nalora.cli train RUN.yaml" in done.stderr
 
 
@@ -57,6 +57,6 @@ def test_by_what_it_is_noticed(monkeypatch, variables, refused):
         monkeypatch.setenv(name, value)
     if refused:
         with pytest.raises(NALoRAError, match="torchrun"):
-            processes.refuse_a_launch_of_one()
+            processes.check_launch()
     else:
-        processes.refuse_a_launch_of_one()
+        processes.check_launch()

@@ -409,7 +409,7 @@ def test_two_processes_are_one(tmp_path):
 
 
 if __name__ == "__main__":
-    processes.meet("cpu")
+    processes.init_process_group("cpu")
     folder, rank = Path(sys.argv[1]), processes.rank()
     model = wrapped(llama(dtype=torch.float64))
     seen = passes(model)

@@ -11,7 +11,7 @@ import torch
 from figure_files import check_files, svg_words, texts
 
 from nalora.activations import KNOWN, get
-from nalora.control.own_activation import own
+from nalora.control.custom_activation import from_function
 from nalora.errors import NALoRAError
 from nalora.report.activation_figure import activation_figure, draw_activation
 
@@ -52,13 +52,13 @@ def test_relu_has_none_and_says_so():
 
 
 def test_a_pole_is_a_gap():
-    figure = activation_figure(own(torch.nn.functional.softplus, "softplus"))
+    figure = activation_figure(from_function(torch.nn.functional.softplus, "softplus"))
     selection = next(line for line in figure.axes[0].get_lines() if line.get_label().startswith("s"))
     assert np.isnan(selection.get_ydata()).any()
     assert max(figure.axes[0].get_ylim()) < 10
 
 
-@pytest.mark.parametrize("activation", [get("silu"), own(lambda z: z * torch.sigmoid(3 * z), "my gate/3")])
+@pytest.mark.parametrize("activation", [get("silu"), from_function(lambda z: z * torch.sigmoid(3 * z), "my gate/3")])
 def test_files(activation, tmp_path):
     files = draw_activation(activation, tmp_path / "new")
     assert [file.name for file in files] == [
@@ -67,8 +67,8 @@ def test_files(activation, tmp_path):
     check_files(files, must_say=["φ(z)", "gate pre-activation"])
 
 
-def test_an_own_activation_is_drawn_with_its_numerically_found_points():
-    steep = own(lambda z: z * torch.sigmoid(3 * z), "steep")
+def test_a_custom_activation_is_drawn_with_its_numerically_found_points():
+    steep = from_function(lambda z: z * torch.sigmoid(3 * z), "steep")
     figure = activation_figure(steep)
     found = get("silu").characteristic_points.upper / 3
     assert any(text.startswith(f"+{found:.4f}") for text in texts(figure))

@@ -82,7 +82,7 @@ def activations(
     Your own is an elementwise function of a tensor; its derivatives and points are found from its values.
     """
     from nalora.activations import KNOWN
-    from nalora.control.own_activation import find, twin
+    from nalora.control.custom_activation import find, known_equivalent
 
     shown = [find(name) for name in names] if names else list(KNOWN)
     rows = table("activation", "lower", "upper", "step scaling")
@@ -90,7 +90,7 @@ def activations(
         points = each.characteristic_points
         bounds = [f"{point:+.9f}" for point in points] if points else ["–", "–"]
         scaling = "regimes=derived" if each.degenerate_in_paper else "on"
-        same = None if each in KNOWN else twin(each)
+        same = None if each in KNOWN else known_equivalent(each)
         title = f"{each.name} (the values of {same.name})" if same else each.name
         rows.add_row(escape(title), *bounds, scaling if points else "off: no finite regimes")
     console().print(rows)

@@ -20,7 +20,7 @@ from nalora.control.metrics import measure
 from nalora.control.observer import GateObserver
 from nalora.control.plan import BlockPlan, Plan, make_plan
 from nalora.control.stepping import follow_steps
-from nalora.control.tokens import TokenMask, watch_masks
+from nalora.control.tokens import TokenMask, register_mask_hooks
 from nalora.control.window import GateWindow, StepWindow
 from nalora.distributed.shards import clip_grad_norm_, sharing_processes
 from nalora.distributed.wrappers import ranks_of, unwrapped
@@ -84,7 +84,7 @@ class NALoRAController:
         self._ranks: dist.ProcessGroup | None = None
 
         self._window = StepWindow(self.plan.blocks)
-        masks, handles = watch_masks(self.model, [each.block.gate.name for each in self.plan.blocks])
+        masks, handles = register_mask_hooks(self.model, [each.block.gate.name for each in self.plan.blocks])
         self._undo += [handle.remove for handle in handles]
         self._observers = [
             self._observe(each, window, masks[each.block.gate.name])

@@ -146,9 +146,9 @@ class BlockGroup:
     def _over(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all data-parallel ranks, so that every rank decides the same."""
         sensitivity, regimes, tokens = self.stacked.totals()
-        if processes.are_several(ranks):
+        if processes.has_several(ranks):
             counts = torch.cat([regimes, tokens[:, None]], dim=1)
-            processes.add_up_in(ranks, sensitivity, counts)
+            processes.sum_in_group(ranks, sensitivity, counts)
             regimes, tokens = counts[:, :3], counts[:, 3]
         return sensitivity, regimes, tokens
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nalora.config import NALoRAConfig
 from nalora.control.apply import Control
-from nalora.control.hooks import follow
+from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import is_engine
 from nalora.errors import NALoRAError
 
@@ -92,7 +92,7 @@ def follow_steps(
     def after(*_: Any, **__: Any) -> None:
         (skip if optimizer.overflow else end)()
 
-    return [follow(optimizer, "step", before=before, after=after)]
+    return [wrap_method(optimizer, "step", before=before, after=after)]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def follow(
+def wrap_method(
     owner: Any,
     method: str,
     *,
@@ -44,7 +44,7 @@ def follow(
     return put_back
 
 
-def dead_hook() -> Callable[..., None]:
+def inert_hook() -> Callable[..., None]:
     """What a deep copy or a pickle of a model carries in place of a live hook."""
     return _ignore
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nalora.control.blocks import FFNBlock
-from nalora.control.hooks import dead_hook
+from nalora.control.hooks import inert_hook
 from nalora.control.replica import feature_sizes
 from nalora.control.tokens import TokenMask
 from nalora.control.window import GateWindow
@@ -114,7 +114,7 @@ class _Hook:
             self.observer.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dead_hook, ()
+        return inert_hook, ()
 
 
 def is_observed(module: nn.Module) -> bool:

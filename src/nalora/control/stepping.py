@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nalora.control.hooks import follow
+from nalora.control.hooks import wrap_method
 
 
 def follow_steps(
@@ -53,5 +53,5 @@ def follow_steps(
     return [
         optimizer.register_step_pre_hook(before).remove,
         optimizer.register_step_post_hook(after).remove,
-        follow(optimizer, "zero_grad", after=zeroed),
+        wrap_method(optimizer, "zero_grad", after=zeroed),
     ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nalora.control.hooks import dead_hook
+from nalora.control.hooks import inert_hook
 from nalora.errors import NALoRAError
 
 # The label of a token that the loss does not count: the default of torch's cross_entropy.
@@ -35,7 +35,7 @@ class _Argument:
         self.value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dead_hook, ()
+        return inert_hook, ()
 
 
 class TokenMask:
@@ -114,7 +114,7 @@ def _hides(mask: Tensor, own: Tensor) -> Tensor:
     return mask[:, 0, 1:].all() & ~own[:, 1:].all()
 
 
-def watch_masks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:
+def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:
     """Listen for the masks around the named gate layers; the answers by name and the hooks to remove."""
     modules = dict(model.named_modules())
     arguments: dict[tuple[str, str], _Argument] = {}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nalora.control.hooks import dead_hook
-from nalora.control.tokens import TokenMask, watch_masks
+from nalora.control.hooks import inert_hook
+from nalora.control.tokens import TokenMask, register_mask_hooks
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
@@ -139,7 +139,7 @@ class Lockstep:
                         fix="compare checkpoints of the same base model",
                     )
         # From the base: it is what PEFT's wrapper hands its arguments to.
-        masks, handles = watch_masks(base, [site.gate for site in self.sites])
+        masks, handles = register_mask_hooks(base, [site.gate for site in self.sites])
         self._handles += handles
         for index, site in enumerate(self.sites):
             stop = _Stop(site, index, masks[site.gate], self.with_up, partial(self._arrive, number))
@@ -250,4 +250,4 @@ class _Hook:
         self.stop.see(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dead_hook, ()
+        return inert_hook, ()

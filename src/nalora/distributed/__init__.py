@@ -1,1 +1,1 @@
-"""Ranks, shards and wrappers: models that several processes train together."""
+"""Processes, sharded parameters and wrappers of distributed training."""

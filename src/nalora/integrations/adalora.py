@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from nalora.control.hooks import follow
-from nalora.distributed.gather import share, whole
-from nalora.distributed.shards import local
+from nalora.control.hooks import wrap_method
+from nalora.distributed.shards import full_tensor, local, shard_like
 from nalora.errors import missing_path
 from nalora.models.peft_names import ADAPTER
 
@@ -30,7 +29,7 @@ def distance_from_orthogonality(model: nn.Module) -> Tensor:
     found = []
     for name, parameter in model.named_parameters():
         if ".lora_A." in name or ".lora_B." in name:
-            factor = whole(parameter)
+            factor = full_tensor(parameter)
             product = factor @ factor.T if ".lora_A." in name else factor.T @ factor
             found.append(torch.linalg.norm(product - torch.eye(len(product), device=product.device)))
     return torch.stack(found).mean()
@@ -49,8 +48,8 @@ def _put_together(model: Any) -> Iterator[Any]:
         return
     copies = {}
     for name, parameter in dealt.items():
-        copies[name] = copy = whole(parameter.detach()).clone()
-        copy.grad = None if parameter.grad is None else whole(parameter.grad)
+        copies[name] = copy = full_tensor(parameter.detach()).clone()
+        copy.grad = None if parameter.grad is None else full_tensor(parameter.grad)
     said = {name: getattr(model, name) for name in ("peft_config", "trainable_adapter_name", "rankallocator")}
     stand_in = types.SimpleNamespace(**said, model=types.SimpleNamespace(named_parameters=copies.items))
     stand_in.update_and_allocate = types.MethodType(type(model).update_and_allocate, stand_in)
@@ -58,7 +57,7 @@ def _put_together(model: Any) -> Iterator[Any]:
     with torch.no_grad():
         for name, parameter in dealt.items():
             if ".lora_E." in name:
-                local(parameter).copy_(share(copies[name], parameter))
+                local(parameter).copy_(shard_like(copies[name], parameter))
 
 
 class RankAllocation(TrainerCallback):  # type: ignore[misc]
@@ -85,9 +84,9 @@ class RankAllocation(TrainerCallback):  # type: ignore[misc]
     def install(self) -> None:
         """Follow the trainer."""
         self.trainer.model.register_forward_hook(self._add_penalty)
-        follow(self.trainer, "training_step", before=self._share_penalty)
-        follow(self.trainer, "_save_optimizer_and_scheduler", after=self._save)
-        follow(self.trainer, "_load_optimizer_and_scheduler", after=self._resume)
+        wrap_method(self.trainer, "training_step", before=self._share_penalty)
+        wrap_method(self.trainer, "_save_optimizer_and_scheduler", after=self._save)
+        wrap_method(self.trainer, "_load_optimizer_and_scheduler", after=self._resume)
         self.trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

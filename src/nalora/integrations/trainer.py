@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from nalora.config import Kernels, NALoRAConfig
 from nalora.control.controller import NALoRAController
-from nalora.control.hooks import follow
+from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError
 
@@ -129,13 +129,13 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
         for undo in (
             # Every way there: a subclass may clip in its own `_clip_grad_norm`, and without clipping Trainer still
             # asks the accelerator for the norm that it logs.
-            follow(trainer, "_clip_grad_norm", before=self._apply),
-            follow(trainer.accelerator, "clip_grad_norm_", before=self._apply),
+            wrap_method(trainer, "_clip_grad_norm", before=self._apply),
+            wrap_method(trainer.accelerator, "clip_grad_norm_", before=self._apply),
             # FSDP2 shards there, on the device, before the trainer reads a checkpoint.
-            follow(trainer.accelerator, "prepare", after=self._settle),
-            follow(trainer, "log", before=self._add_metrics),
-            follow(trainer, "_save_optimizer_and_scheduler", after=self._save),
-            follow(trainer, "_load_optimizer_and_scheduler", after=self._resume),
+            wrap_method(trainer.accelerator, "prepare", after=self._settle),
+            wrap_method(trainer, "log", before=self._add_metrics),
+            wrap_method(trainer, "_save_optimizer_and_scheduler", after=self._save),
+            wrap_method(trainer, "_load_optimizer_and_scheduler", after=self._resume),
             functools.partial(trainer.remove_callback, self),
             functools.partial(delattr, trainer, "nalora_controller"),
         ):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.distributed.gather import whole
+from nalora.distributed.shards import full_tensor
 from nalora.errors import NALoRAError, counted, require
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
@@ -125,7 +125,7 @@ class AdaLoRA(LoRA):
         """Plain LoRA with A′ = E ⊙ A, pruned directions as zeros: no orthogonality in its loss, loaded everywhere."""
         tensors: dict[str, Tensor] = {}
         for name, layer in lora_layers(model):
-            a, e, b = (whole(getattr(layer, factor)[ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))
+            a, e, b = (full_tensor(getattr(layer, factor)[ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))
             # PEFT divides by r + 1e-5.
             tensors[f"{name}.lora_A.weight"] = e * a * (layer.r[ADAPTER] / (layer.r[ADAPTER] + 1e-5))
             tensors[f"{name}.lora_B.weight"] = b

@@ -47,7 +47,7 @@ def read(file: Path, layers: set[str], device: torch.device) -> Reduced | None:
     """What is kept there of these layers, if every process finds it whole."""
     found = _read(file)
     usable = found is not None and set(found) == layers
-    agreed = processes.add_up(torch.tensor(int(usable), device=device))
+    agreed = processes.sum_over_processes(torch.tensor(int(usable), device=device))
     return found if usable and int(agreed) == processes.count() else None
 
 
@@ -94,7 +94,7 @@ def _of_all_processes(batches: Iterable[Batch], device: torch.device) -> bytes:
             _add(own, f"{number} {name}", batch[name])
     every = torch.zeros(processes.count(), 4, dtype=torch.long, device=device)
     every[processes.rank()] = torch.frombuffer(bytearray(own.digest()), dtype=torch.long).to(device)
-    return processes.add_up(every).cpu().numpy().tobytes()
+    return processes.sum_over_processes(every).cpu().numpy().tobytes()
 
 
 def _add(content: Any, name: str, tensor: Tensor) -> None:

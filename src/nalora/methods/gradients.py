@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.distributed import processes
-from nalora.distributed.processes import add_up, is_first_process
+from nalora.distributed.processes import is_first_process, sum_over_processes
 from nalora.errors import NALoRAError, require
 from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
@@ -142,7 +142,7 @@ def _mean_gradients(
     finally:
         for each in hooks:
             each.remove()
-    if not add_up(tokens):
+    if not sum_over_processes(tokens):
         raise NALoRAError(
             "training data",
             found="first batches without any token to learn",
@@ -150,7 +150,7 @@ def _mean_gradients(
             fix="raise gradient_batches or check the data",
         )
     for name, total in sums.items():
-        _refuse_useless(name, add_up(total).div_(tokens))
+        _refuse_useless(name, sum_over_processes(total).div_(tokens))
     return sums
 
 
@@ -230,8 +230,8 @@ def _refuse_other_weights(layers: Mapping[str, Any]) -> None:
         return
     name, layer = next(iter(layers.items()))
     own = layer.get_base_layer().weight.detach().double().norm()
-    mean = add_up(own / processes.count())
-    if processes.any_of(not (own - mean).abs() <= 1e-9 * mean, own.device):
+    mean = sum_over_processes(own / processes.count())
+    if processes.any_process(not (own - mean).abs() <= 1e-9 * mean, own.device):
         raise NALoRAError(
             name,
             found="other weights than on another process",
@@ -266,6 +266,6 @@ def _accumulator_bytes(layer: Any) -> int:
 def _same_everywhere(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The first process's, on the CPU: a decomposition of the same matrix need not come out the same twice."""
     return {
-        part: add_up(each.contiguous() if is_first_process() else torch.zeros_like(each).contiguous()).cpu()
+        part: sum_over_processes(each.contiguous() if is_first_process() else torch.zeros_like(each).contiguous()).cpu()
         for part, each in tensors.items()
     }

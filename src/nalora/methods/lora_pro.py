@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.distributed.gather import share
-from nalora.distributed.shards import local
+from nalora.distributed.shards import local, shard_like
 from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA, leave_out, lora_layers
@@ -81,7 +80,7 @@ def replace_gradients(pairs: Sequence[Pair]) -> None:
         found = (*(p.A.grad for p in stack.pairs), *(p.B.grad for p in stack.pairs))
         g_A, g_B = stack.adjusted(*stack.gradients)
         known = [each for each in found if each is not None]
-        shares = [share(new, old) for new, old in zip([*g_A.unbind(), *g_B.unbind()], known, strict=True)]
+        shares = [shard_like(new, old) for new, old in zip([*g_A.unbind(), *g_B.unbind()], known, strict=True)]
         torch._foreach_copy_([local(each) for each in known], shares)
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nalora.distributed.gather import all_rows, own_rows_of_each, share, summed_over_shares, zeros
-from nalora.distributed.shards import local
+from nalora.distributed.shards import all_rows, local, local_rows, shard_like, sum_over_shards, zeros_like_shards
 from nalora.methods.lora_pro_equations import equivalent_gradient, gradients_of_factors
 from nalora.methods.lora_pro_stacks import Pair, Stack, stacks
 
@@ -85,16 +84,16 @@ class LoRAProAdamW(Optimizer):
     def _step_stack(self, stack: Stack, group: dict[str, Any]) -> None:
         first = stack.pairs[0].B
         g_A, g_B = stack.adjusted(*stack.gradients)
-        rows = own_rows_of_each(stack.B, first)
-        followed = equivalent_gradient(stack.A, rows, g_A, own_rows_of_each(g_B, first), stack.scaling)
+        rows = local_rows(stack.B, first)
+        followed = equivalent_gradient(stack.A, rows, g_A, local_rows(g_B, first), stack.scaling)
         self._to_direction([pair.A for pair in stack.pairs], list(followed.unbind()), group)
         for pair in stack.pairs:
             # Nothing reads it; but FSDP's checkpoints are taken for incomplete where a parameter has no state.
             self.state[pair.B]["step"] = self.state[pair.A]["step"]
         of_a, of_b = gradients_of_factors(stack.A, rows, followed, stack.scaling)
-        g_A, g_B = stack.adjusted(summed_over_shares(of_a, first), all_rows(of_b, first))
+        g_A, g_B = stack.adjusted(sum_over_shards(of_a, first), all_rows(of_b, first))
         parameters = [pair.A for pair in stack.pairs] + [pair.B for pair in stack.pairs]
-        directions = [share(each, of) for each, of in zip([*g_A.unbind(), *g_B.unbind()], parameters, strict=True)]
+        directions = [shard_like(each, of) for each, of in zip([*g_A.unbind(), *g_B.unbind()], parameters, strict=True)]
         self._move(parameters, directions, group)
 
     def _step_others(self, group: dict[str, Any]) -> None:
@@ -113,8 +112,8 @@ class LoRAProAdamW(Optimizer):
         if not state:
             shape = like.shape if columns is None else (like.shape[0], columns)
             state["step"] = 0
-            state["exp_avg"] = zeros(shape, like)
-            state["exp_avg_sq"] = zeros(shape, like)
+            state["exp_avg"] = zeros_like_shards(shape, like)
+            state["exp_avg_sq"] = zeros_like_shards(shape, like)
         return state
 
     def _to_direction(self, owners: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from nalora.distributed.gather import whole
+from nalora.distributed.shards import full_tensor
 from nalora.errors import NALoRAError
 from nalora.methods.lora_pro_equations import Spectrum, adjusted_gradients, gram_of_columns, gram_of_rows, spectrum
 
@@ -104,7 +104,7 @@ def _gradients(chunk: list[Pair]) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([whole(each) for each in tensors])
+    return torch.stack([full_tensor(each) for each in tensors])
 
 
 def _split(whole: Spectrum, sizes: list[int]) -> list[Spectrum]:

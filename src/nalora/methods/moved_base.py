@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nalora.distributed.gather import whole
 from nalora.distributed.processes import is_first_process
+from nalora.distributed.shards import full_tensor
 from nalora.errors import NALoRAError
 from nalora.files import atomic
 from nalora.methods.lora import leave_out, lora_layers
@@ -63,7 +63,7 @@ def refuse_immovable_base(model: nn.Module, method: str) -> None:
 def factors(model: nn.Module) -> Factors:
     """A and B of every layer as they are now, whole on the CPU."""
     return {
-        f"{name}.{factor}": whole(getattr(layer, factor)[ADAPTER].weight.detach()).to("cpu", copy=True)
+        f"{name}.{factor}": full_tensor(getattr(layer, factor)[ADAPTER].weight.detach()).to("cpu", copy=True)
         for name, layer in lora_layers(model)
         for factor in ("lora_A", "lora_B")
     }

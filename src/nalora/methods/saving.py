@@ -16,8 +16,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nalora.distributed.gather import gathered
 from nalora.distributed.processes import is_first_process
+from nalora.distributed.shards import gathered_state
 from nalora.models.peft_names import ADAPTER
 
 
@@ -27,7 +27,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     Every process calls it, for each may hold a share of the parameters; the first one writes.
     """
     trained: Any = model
-    state = gathered(model)
+    state = gathered_state(model)
     if not is_first_process():
         return
     if _is_uniform(model):

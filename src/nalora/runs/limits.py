@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nalora.errors import noted, shortened
+from nalora.errors import collecting, shortened
 from nalora.methods import optimizers
 from nalora.runs import loggers
 
@@ -36,10 +36,10 @@ def problems_of_values(values: Mapping[str, Any]) -> list[str]:
         if isinstance(values.get(name), int | float) and not holds(values[name])
     ]
     if isinstance(optimizer := values.get("optimizer"), str):
-        with noted(problems):
+        with collecting(problems):
             optimizers.refuse_unknown(optimizer)
     if isinstance(report_to := values.get("report_to"), str | list):
-        with noted(problems):
+        with collecting(problems):
             loggers.refuse_unknown(report_to)
     if values.get("target_modules") == []:
         problems.append("target_modules: an empty list, expected names of layers (or all-linear)")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora import methods, tasks
-from nalora.errors import NALoRAError, SettingsError, did_you_mean, noted, shortened
+from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
 from nalora.files import yaml_reader
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
@@ -159,11 +159,11 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
     method: type[Method] | None = None
     of_task: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    with noted(problems):
+    with collecting(problems):
         method = methods.get(str(given.get("method", "lora")))
-    with noted(problems):
+    with collecting(problems):
         of_task = tasks.option_types(str(given["task"])) if "task" in given else {}
-    with noted(problems):
+    with collecting(problems):
         options = method.options(given) if method else {}
     # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is named.
     all_known = not problems and "task" in given
@@ -184,7 +184,7 @@ def check(given: Mapping[Any, Any], where: str = "run") -> Run:
     problems += problems_of_values(values)
     prepared = None
     if method and not problems:
-        with noted(problems):
+        with collecting(problems):
             prepared = method.build(**{key: value for key, value in values.items() if key in options})
     if problems or prepared is None:
         raise SettingsError(where, problems)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError, SettingsError, noted
+from nalora.errors import NALoRAError, SettingsError, collecting
 from nalora.files import yaml_reader
 from nalora.runs import packaged
 from nalora.runs.settings import Run, check
@@ -190,6 +190,6 @@ def _problems_of_runs(study: Study) -> list[str]:
             if not arm.learning_rates:
                 problems.append(f"arm {arm.name}: no learning rates")
                 continue
-            with noted(problems):
+            with collecting(problems):
                 study.run(cell, arm, arm.learning_rates[0], arm.seeds[0])
     return list(dict.fromkeys(problems))

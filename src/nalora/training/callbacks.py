@@ -47,7 +47,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
         steps: int = trainer.state.global_step - self.first_step
         # The trainer has added what this process alone has summed since the last row.
         own = trainer._tr_loss.detach()
-        of_all = float(processes.add_up(own.clone())) / processes.count()
+        of_all = float(processes.sum_over_processes(own.clone())) / processes.count()
         return (float(trainer._total_loss_scalar) - float(own) + of_all) / max(steps, 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -75,7 +75,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep the sums in the checkpoint."""
         # Each process has added up its own; a row of metrics has their mean.
-        since = processes.add_up(self.trainer._tr_loss.detach().clone()).item() / processes.count()
+        since = processes.sum_over_processes(self.trainer._tr_loss.detach().clone()).item() / processes.count()
         if state.is_world_process_zero:
             so_far = {
                 "loss_logged": self.trainer._total_loss_scalar,
@@ -108,7 +108,7 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Save and stop, if any process was asked to: a signal reaches them at different steps."""
-        self.asked = processes.any_of(self.asked, args.device)
+        self.asked = processes.any_process(self.asked, args.device)
         if self.asked:
             control.should_save = control.should_training_stop = True
         return control

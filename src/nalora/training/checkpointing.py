@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from nalora.control.hooks import follow
+from nalora.control.hooks import wrap_method
 from nalora.distributed import processes
 from nalora.runs import checkpoints
 from nalora.runs.folder import RunFolder
@@ -51,7 +51,7 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
 
     def install(self, trainer: Any) -> None:
         """Follow the trainer."""
-        follow(trainer, "_save_checkpoint", before=self._begin)
+        wrap_method(trainer, "_save_checkpoint", before=self._begin)
         trainer.add_callback(self)
         self.trainer = trainer
         self.began = self.last_save = time.monotonic()
@@ -68,13 +68,13 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
         if processes.is_first_process():
             wanted = self._has_place(state.global_step) if wanted else self._is_due(state)
         if processes.count() > 1:
-            wanted = bool(processes.of_first(int(wanted), args.device))
+            wanted = bool(processes.broadcast_from_first(int(wanted), args.device))
         control.should_save = wanted
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """No process will write any more into the checkpoint: it is complete once the disk has it."""
-        processes.wait_for_all()
+        processes.barrier()
         if processes.is_first_process():
             checkpoints.complete(self._checkpoint(state.global_step))
             checkpoints.rotate(self.folder.checkpoints)
@@ -87,7 +87,7 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
         self._save_began = time.monotonic()
         if processes.is_first_process():
             checkpoints.begin(self._checkpoint(self.trainer.state.global_step))
-        processes.wait_for_all()  # the others write into the folder that the first one made
+        processes.barrier()  # the others write into the folder that the first one made
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder.checkpoints / f"checkpoint-{step}"

@@ -104,12 +104,12 @@ def _open_together(
             refused = unusable(
                 folder.path, "written", error, "a folder to write to", "make it writable, or give another output="
             )
-    if processes.any_of(refused is not None, device):
+    if processes.any_process(refused is not None, device):
         raise refused or NALoRAError(
             str(folder.path), found="that the first process refuses it", expected="its message", fix="do as that says"
         )
-    step = processes.of_first(step_of(claim.checkpoint), device)
-    if processes.any_of(not folder.settings.is_file(), device):
+    step = processes.broadcast_from_first(step_of(claim.checkpoint), device)
+    if processes.any_process(not folder.settings.is_file(), device):
         raise NALoRAError(
             str(folder.path),
             found="a folder that not every process can see",

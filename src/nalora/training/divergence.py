@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from nalora.control.hooks import follow
+from nalora.control.hooks import wrap_method
 from nalora.distributed import processes
 from nalora.distributed.shards import local, reshard
 
@@ -47,9 +47,11 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
     def install(self, trainer: Any) -> None:
         """Follow a trainer; last of all that changes its `training_step`, so that the whole loss is seen."""
         self.trainer = trainer
-        follow(trainer, "training_step", before=self._take_pass, result=self._add_loss)
-        follow(trainer, "_get_grad_norm", result=self._take_norm)
-        follow(trainer, "_maybe_log_save_evaluate", before=self._save_only_what_is_finite, after=self._start_sum_anew)
+        wrap_method(trainer, "training_step", before=self._take_pass, result=self._add_loss)
+        wrap_method(trainer, "_get_grad_norm", result=self._take_norm)
+        wrap_method(
+            trainer, "_maybe_log_save_evaluate", before=self._save_only_what_is_finite, after=self._start_sum_anew
+        )
         trainer.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -92,7 +94,7 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         with self.trainer.compute_loss_context_manager():
             loss = self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs), num_items_in_batch=labels)
         reshard(model)
-        return not processes.any_of(not bool(torch.isfinite(loss).all()), loss.device)
+        return not processes.any_process(not bool(torch.isfinite(loss).all()), loss.device)
 
     def _add_loss(self, loss: Tensor) -> None:
         self._loss = loss if self._loss is None else self._loss + loss
@@ -120,7 +122,7 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         if norm is not None:
             finite = finite & torch.isfinite(local(torch.as_tensor(norm)).to(loss.device)).all()
         # The gradient norm is the same on every process, a loss is each one's own.
-        bad = processes.add_up((~finite).long()) > 0
+        bad = processes.sum_over_processes((~finite).long()) > 0
         if self._row is None:
             self._row = torch.zeros(2, dtype=torch.long, device=loss.device)
         count, first = self._row
@@ -171,4 +173,4 @@ def finite_parameters(model: nn.Module) -> bool:
     flags = [torch.isfinite(part).all() for part in trained if part.numel()]
     device = flags[0].device if flags else torch.device("cpu")
     finite = bool(torch.stack([flag.to(device) for flag in flags]).all()) if flags else True
-    return not processes.any_of(not finite, trained[0].device if trained else device)
+    return not processes.any_process(not finite, trained[0].device if trained else device)

@@ -25,7 +25,7 @@ def start_folder(folder: RunFolder) -> Iterator[None]:
     place = folder.start
     place.mkdir(exist_ok=True)
     yield
-    processes.wait_for_all()
+    processes.barrier()
     if processes.is_first_process() and place != folder.path:
         with contextlib.suppress(OSError):  # not empty
             place.rmdir()

@@ -57,7 +57,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     settings = run.settings
     device = loading.usable_device(settings.device)
     loggers.refuse_missing(settings.report_to)
-    processes.meet(device)
+    processes.init_process_group(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
     with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:
@@ -124,7 +124,7 @@ def _do_steps(
         torch.cuda.reset_peak_memory_stats()
     try:
         with (
-            processes.a_lost_one_is_named(lambda: trainer.state.global_step),
+            processes.report_lost_process(lambda: trainer.state.global_step),
             _fused(trainer) if settings.fused_adapters else contextlib.nullcontext(),
         ):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from nalora.activations import KNOWN, get
-from nalora.control.own_activation import by_differences, find, own, twin
+from nalora.control.custom_activation import by_differences, find, from_function, known_equivalent
 from nalora.errors import NALoRAError
 
 SOURCE = """
@@ -52,17 +52,17 @@ def test_a_function_in_a_file(file):
     steep = find(f"{file}:steep")
     assert steep.name == "steep"
     assert steep.characteristic_points == pytest.approx([x / 3 for x in get("silu").characteristic_points], abs=1e-9)
-    assert twin(steep) is None
+    assert known_equivalent(steep) is None
 
 
 def test_a_module_class_in_a_file(file):
     gate = find(f"{file}:Gate")
     assert gate.name == "Gate"
-    assert twin(gate) is get("gelu")
+    assert known_equivalent(gate) is get("gelu")
 
 
 def test_a_function_in_a_module_on_the_path_or_in_the_folder(file, monkeypatch):
-    assert twin(find("torch.nn.functional:mish")) is get("mish")
+    assert known_equivalent(find("torch.nn.functional:mish")) is get("mish")
     monkeypatch.chdir(file.parent)
     assert find("gates:steep").characteristic_points == find(f"{file}:steep").characteristic_points
 
@@ -70,13 +70,13 @@ def test_a_function_in_a_module_on_the_path_or_in_the_folder(file, monkeypatch):
 def test_numpy_functions_are_differentiated_by_their_values(file):
     tabled = find(f"{file}:tabled")
     assert tabled.characteristic_points == pytest.approx(get("silu").characteristic_points, abs=1e-8)
-    assert twin(tabled) is get("silu")
+    assert known_equivalent(tabled) is get("silu")
 
 
 @pytest.mark.parametrize("what", ["phi", "derivative", "selection", "kappa", "chi"])
 def test_differences_agree_with_the_closed_form(what):
     z = torch.linspace(-6, 6, 241, dtype=torch.float64)
-    mine, known = getattr(own(numpy_silu, "mine"), what), getattr(get("silu"), what)
+    mine, known = getattr(from_function(numpy_silu, "mine"), what), getattr(get("silu"), what)
     torch.testing.assert_close(mine(z), known(z), rtol=1e-8, atol=1e-9)
 
 
@@ -90,20 +90,20 @@ def test_differences_can_be_differentiated_again():
 
 def test_float32_is_too_coarse_for_differences_but_not_for_autograd():
     with pytest.raises(NALoRAError, match="float32 and nothing for autograd"):
-        own(lambda z: numpy_silu(z.float()), "narrow")
-    through = own(lambda z: functional.silu(z.float()), "narrow")
+        from_function(lambda z: numpy_silu(z.float()), "narrow")
+    through = from_function(lambda z: functional.silu(z.float()), "narrow")
     assert through.derivative(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_a_hard_gate_out_of_numpy_has_no_points():
-    relu = own(lambda z: torch.from_numpy(np.maximum(z.numpy(), 0)), "hard")
+    relu = from_function(lambda z: torch.from_numpy(np.maximum(z.numpy(), 0)), "hard")
     assert relu.characteristic_points is None
     assert relu.kappa(torch.tensor([-1.0, 1.0], dtype=torch.float64)).tolist() == pytest.approx([0, 1])
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
 def test_twin_knows_each_known(known):
-    assert twin(own(known.phi, "copy")) is known
+    assert known_equivalent(from_function(known.phi, "copy")) is known
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_twin_knows_each_known(known):
 )
 def test_what_is_not_elementwise_is_refused(phi, found):
     with pytest.raises(NALoRAError, match=found) as error:
-        own(phi, "odd")
+        from_function(phi, "odd")
     assert error.value.where == "odd"
 
 

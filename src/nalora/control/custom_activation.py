@@ -30,10 +30,10 @@ def find(name: str) -> Activation:
             more = f"{error.fix} (or give your own as module:function or file.py:name)"
             raise NALoRAError(error.where, found=error.found, expected=error.expected, fix=more) from None
     place, _, attribute = name.rpartition(":")
-    return own(_attribute(name, _module(name, place), attribute), called=attribute)
+    return from_function(_attribute(name, _module(name, place), attribute), called=attribute)
 
 
-def own(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
+def from_function(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
     """An activation from a function alone: its derivatives by autograd, or by differences where autograd sees none.
 
     Raises:
@@ -60,7 +60,7 @@ def own(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
     return get(named)
 
 
-def twin(activation: Activation) -> Activation | None:
+def known_equivalent(activation: Activation) -> Activation | None:
     """Which known activation has the same values, if any."""
     z = torch.linspace(-12, 12, 481, dtype=torch.float64)
     values = activation.phi(z)
