@@ -65,7 +65,7 @@ def measure(study: Study, count: int, steps: int) -> tuple[list[float], float]:
 
 
 def _job(study: Study, store: str, seed: int, steps: int) -> Job:
-    run = study.run(study.cells()[0], study.arms[0], study.arms[0].learning_rates[0], seed)
+    run = study.run(study.combinations()[0], study.arms[0], study.arms[0].learning_rates[0], seed)
     return Job(f"{seed}-{steps}", {**run.to_dict(), "steps": steps}, (), store, f"seed {seed}")
 
 

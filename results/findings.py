@@ -18,7 +18,7 @@ from later_seeds import later_seeds
 from noise import repeats, robustness, trainings
 
 from nalora.evaluation.significance import ALPHA, holm
-from nalora.studies.alike import LOSS
+from nalora.studies.questions import LOSS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"

@@ -10,7 +10,7 @@ from typing import Any
 
 from noise import significant_differences
 
-from nalora.studies.alike import LOSS
+from nalora.studies.questions import LOSS
 
 FIRST_LATER = 5
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from findings import answers, named
 
 from nalora.report.drawing import COLOURS, GREY, look, panels, title
-from nalora.studies.alike import LOSS
+from nalora.studies.questions import LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -114,8 +114,8 @@ PARTS = [
     "learning_rates",
     "seeds",
     "validation_size",
-    "ask",
-    "ask_limit",
+    "generate",
+    "test_limit",
 ]
 STUDY = {"settings": GOOD | {"model": "m"}, "arms": {"lora": {}}, "learning_rates": [1e-3]}
 

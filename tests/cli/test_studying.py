@@ -22,7 +22,7 @@ from nalora.studies import conduct
 from nalora.studies.conduct import Progress
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Result, Store
-from nalora.studies.study import understand
+from nalora.studies.study import parse
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
 
     The signal reaches the study and its workers, as from a terminal or a service manager.
     """
-    described = yaml.safe_load(file.read_text()) | {"learning_rates": [1e-3], "seeds": [0], "ask": "none"}
+    described = yaml.safe_load(file.read_text()) | {"learning_rates": [1e-3], "seeds": [0], "generate": "none"}
     described["settings"] |= {"steps": 400, "log_every": 1}
     described["arms"] = {"lora": {"method": "lora"}}
     file.write_text(yaml.safe_dump(described, sort_keys=False))
@@ -204,7 +204,7 @@ def test_an_arm_s_name_is_shown_as_it_is(run, file, tmp_path, name):
     code, told, _ = run("study", file, "--store", store, "--so-far")
     assert code == 0
     assert f"Not complete: {escape_markdown(name)}." in told
-    assert name in shown(Progress(Schedule(understand(described), "store"), {}))
+    assert name in shown(Progress(Schedule(parse(described), "store"), {}))
 
 
 def shown(progress):
@@ -216,7 +216,7 @@ def shown(progress):
 
 
 def test_the_live_table_counts_every_arm_s_runs_and_says_how_long_it_takes(file, monkeypatch):
-    schedule = Schedule(understand(yaml.safe_load(file.read_text())), "store")
+    schedule = Schedule(parse(yaml.safe_load(file.read_text())), "store")
     lora, na_lora = schedule.cells
     first, second = schedule.screening(lora)
     third, fourth = schedule.screening(na_lora)

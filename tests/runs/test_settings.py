@@ -234,17 +234,17 @@ def test_a_run_takes_the_names_of_the_papers_code():
 
 
 def test_a_study_varies_settings_of_the_control_by_either_name():
-    described = study.understand({
+    described = study.parse({
         "settings": {"model": "m", "task": "gsm8k"}, "learning_rates": [1e-3],
         "arms": {"lora": {"method": "lora"}, "na-lora": {"method": "na-lora", "thresholds": [-1, 1]}},
     })  # fmt: skip
     assert described.run({}, described.arms[1], 1e-3, 0).method.config.thresholds == (-1.0, 1.0)
     arms = {"na-lora": {"method": "na-lora"}}
     for over in ({"smin_gate": [0.7, 0.6]}, {"gate": [{"low": 0.7}, {"low": 0.6}]}):
-        varied = study.understand({
+        varied = study.parse({
             "settings": {"model": "m", "task": "gsm8k"}, "learning_rates": [1e-3], "arms": arms, "over": over,
         })  # fmt: skip
-        runs = [varied.run(cell, varied.arms[0], 1e-3, 0) for cell in varied.cells()]
+        runs = [varied.run(cell, varied.arms[0], 1e-3, 0) for cell in varied.combinations()]
         assert [run.method.config.gate.low for run in runs] == [0.7, 0.6]
 
 

@@ -8,18 +8,18 @@ import random
 import time
 from unittest import mock
 
-from nalora.studies.ended import Ended
 from nalora.studies.engines import attempt
 from nalora.studies.job import Job
+from nalora.studies.outcome import Outcome
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
-from nalora.studies.study import understand
+from nalora.studies.study import parse
 
 BEST = {"lora": 1e-3, "na-lora": 3e-4}
 STEPS = 4
 
 
 def study(**changes):
-    return understand({
+    return parse({
         "name": "dummy",
         "settings": {"model": "smollm2-135m", "task": "gym/chain_sum", "steps": 1},
         "arms": {"lora": {"method": "lora"}, "na-lora": {"method": "na-lora"}},
@@ -85,7 +85,7 @@ class Instantly:
 
     def submit(self, job):
         self.submitted.append(job.key)
-        self.ended.append(Ended(job.key, self.done(job)))
+        self.ended.append(Outcome(job.key, self.done(job)))
 
     def done(self, job):
         self.do(job)
@@ -102,5 +102,5 @@ class Attempting(Instantly):
     """One whose runs may fail, which is told as every worker tells it."""
 
     def done(self, job):
-        with mock.patch("nalora.studies.engines.let_go_of_memory"):  # a third of a second, and nothing is held
+        with mock.patch("nalora.studies.engines.release_memory"):  # a third of a second, and nothing is held
             return attempt(job, self.do)

@@ -10,18 +10,18 @@ import pytest
 from nalora.studies.answer import answer, write
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import TEST, VALIDATION, Result
-from nalora.studies.study import understand
+from nalora.studies.study import parse
 
 STUDY = {
     "settings": {"model": "smollm2-135m", "task": "gym/chain_sum"},
     "arms": {"lora": {"method": "lora"}, "dora": {"method": "dora"}},
-    "learning_rates": [1e-4, 3e-4, 1e-3], "seeds": [0, 1], "ask": "none",
+    "learning_rates": [1e-4, 3e-4, 1e-3], "seeds": [0, 1], "generate": "none",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("best", "named"), [(1e-4, True), (3e-4, False), (1e-3, True)])
 def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
-    schedule = Schedule(understand(STUDY), "store")
+    schedule = Schedule(parse(STUDY), "store")
     results = {}
     for cell in schedule.cells:
         # DoRA's best is always in the middle of its rates.
@@ -31,13 +31,13 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
                 loss = 1.0 if rate == wanted else 2.0
                 results[schedule.job(cell, rate, seed).key] = Result(loss, {VALIDATION: loss, TEST: loss}, {}, 1.0)
     page = answer(schedule, results, {}).markdown()
-    assert ("perhaps better beyond it: lora." in page) == named
+    assert ("a rate beyond it may be better: lora." in page) == named
     assert f"**{best:g}: 1.0000**" in page
     assert page.count("**0.0003: 1.0000**") == (2 if best == 3e-4 else 1)
 
 
 def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
-    schedule = Schedule(understand(STUDY), "store")
+    schedule = Schedule(parse(STUDY), "store")
     lora = schedule.cells[0]
     known = schedule.job(lora, 1e-4, 0).key
     page = answer(schedule, {known: Result(1.0, {VALIDATION: 0.5}, {}, 1.0)}, {}).markdown()
@@ -47,7 +47,7 @@ def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
 
 
 def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():
-    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4]}), "store")
+    schedule = Schedule(parse({**STUDY, "learning_rates": [1e-4]}), "store")
     results = {
         schedule.job(cell, 1e-4, seed).key: Result(
             1.0, {VALIDATION: 1.0, TEST: math.nan}, {"rating": 5.5 + seed, "pass_at_1": 0.25}, 1.0
@@ -64,7 +64,7 @@ def test_what_has_no_loss_is_compared_without_and_a_rating_is_no_share():
 def test_an_arm_is_compared_with_its_controls_as_a_family_of_its_own():
     arms = {**STUDY["arms"], "rslora": {"method": "rslora"}}
     study = {**STUDY, "arms": arms, "learning_rates": [1e-4], "seeds": [0, 1, 2], "controls": {"rslora": ["dora"]}}
-    schedule = Schedule(understand(study), "store")
+    schedule = Schedule(parse(study), "store")
     # rsLoRA is far from DoRA and near to LoRA; seeds differ by more than either.
     of = {"lora": 1.0, "dora": 2.0, "rslora": 1.001}
     results = {
@@ -84,7 +84,7 @@ def test_an_arm_is_compared_with_its_controls_as_a_family_of_its_own():
 
 
 def test_a_control_that_has_not_run_yet_is_left_out():
-    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4], "controls": {"lora": ["dora"]}}), "store")
+    schedule = Schedule(parse({**STUDY, "learning_rates": [1e-4], "controls": {"lora": ["dora"]}}), "store")
     lora = schedule.cells[0]
     results = {
         schedule.job(lora, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: 1.0}, {}, 1.0) for seed in (0, 1)
@@ -97,9 +97,7 @@ def of_losses(losses, **changes):
     """What follows from these test losses of each arm, by seed, at one learning rate."""
     arms = {name: {"method": name} for name in losses}
     seeds = list(range(len(next(iter(losses.values())))))
-    schedule = Schedule(
-        understand({**STUDY, "arms": arms, "learning_rates": [1e-4], "seeds": seeds, **changes}), "store"
-    )
+    schedule = Schedule(parse({**STUDY, "arms": arms, "learning_rates": [1e-4], "seeds": seeds, **changes}), "store")
     results = {
         schedule.job(cell, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: loss}, {"accuracy": 0.5}, 1.0)
         for cell in schedule.cells
@@ -145,7 +143,7 @@ def test_of_two_that_diverged_both_are_named():
 
 
 def test_a_rate_whose_run_is_missing_is_distinguished_from_one_that_diverged(tmp_path):
-    schedule = Schedule(understand(STUDY), "store")
+    schedule = Schedule(parse(STUDY), "store")
     lora = schedule.cells[0]
     failed, diverged, well = (schedule.job(lora, rate, 0).key for rate in (1e-4, 3e-4, 1e-3))
     results = {
@@ -167,7 +165,7 @@ def test_a_rate_whose_run_is_missing_is_distinguished_from_one_that_diverged(tmp
 
 
 def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_it():
-    schedule = Schedule(understand({**STUDY, "learning_rates": [1e-4], "seeds": [0, 1, 2]}), "store")
+    schedule = Schedule(parse({**STUDY, "learning_rates": [1e-4], "seeds": [0, 1, 2]}), "store")
     lora, dora = schedule.cells
     results = {
         schedule.job(cell, 1e-4, seed).key: Result(1.0, {VALIDATION: 1.0, TEST: 1.0}, {"accuracy": 0.5}, 1.0)
@@ -188,6 +186,6 @@ def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_
 
 
 def test_an_arm_s_name_does_not_break_the_page_s_tables():
-    schedule = Schedule(understand({**STUDY, "arms": {"a|b": {"method": "lora"}}}), "store")
+    schedule = Schedule(parse({**STUDY, "arms": {"a|b": {"method": "lora"}}}), "store")
     page = answer(schedule, {}, {}).markdown()
     assert "| a\\|b | 0.0001: –, 0.0003: –, 0.001: – |" in page

@@ -48,7 +48,7 @@ def test_a_larger_study_only_does_what_is_new(tmp_path):
 
 
 def test_what_was_asked_in_part_is_known_so_far_and_still_to_be_done(tmp_path):
-    conduct(dummies.study(ask="none"), tmp_path, Instantly())
+    conduct(dummies.study(generate="none"), tmp_path, Instantly())
     known = so_far(dummies.study(), tmp_path)
     finals = [job for cell in known.schedule.cells for job in known.schedule.final(cell, dummies.BEST[cell.arm.name])]
     assert {job.key for job in finals} <= {*known.results}
@@ -120,7 +120,7 @@ def test_failures_of_what_the_study_has_no_more_are_not_told(tmp_path):
 
 def test_a_run_whose_process_was_told_to_end_is_open_at_the_next_start(tmp_path):
     """Of each arm it is the run with the best rate, without which another rate would be chosen."""
-    with pytest.raises(nalora.NALoRAError, match=r"process of 2 run\(s\) was told to end"):
+    with pytest.raises(nalora.NALoRAError, match=r"2 runs whose process was terminated"):
         conduct(dummies.study(), tmp_path, LocalEngine(2, do=stop_the_best_once))
     assert not (tmp_path / "dummy.failures.jsonl").exists()
     assert len(so_far(dummies.study(), tmp_path).results) == 4, "the others are done"

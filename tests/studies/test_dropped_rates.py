@@ -15,7 +15,7 @@ from nalora.studies.answer import answer, write
 from nalora.studies.conduct import conduct, so_far
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import VALIDATION, Result
-from nalora.studies.study import understand
+from nalora.studies.study import parse
 
 RATES, SEEDS = (1e-4, 3e-4, 1e-3), (5, 0, 1)
 
@@ -139,5 +139,5 @@ def test_without_the_key_an_answer_does_not_mention_dropped_rates(tmp_path):
 def test_a_number_written_as_text_is_a_number():
     """YAML reads 2e-2 as a text."""
     shared = {"settings": {"model": "m", "task": "gym/chain_sum"}, "arms": {"a": {}}, "learning_rates": [1e-3]}
-    assert understand({**shared, "drop_rates_worse_than": "2e-2"}).drop_rates_worse_than == 0.02
-    assert understand(shared).drop_rates_worse_than is None
+    assert parse({**shared, "drop_rates_worse_than": "2e-2"}).drop_rates_worse_than == 0.02
+    assert parse(shared).drop_rates_worse_than is None

@@ -17,9 +17,9 @@ import torch
 import nalora
 from nalora.studies import engines
 from nalora.studies.conduct import conduct
-from nalora.studies.ended import Ended
 from nalora.studies.engines import LocalEngine, attempt
 from nalora.studies.job import log_of
+from nalora.studies.outcome import Outcome
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import Store
 from nalora.training.run import Interrupted
@@ -36,11 +36,11 @@ def test_a_run_that_another_process_is_at_waits_for_it(job):
         with log_of(job).open("ab") as another:
             fcntl.flock(another, fcntl.LOCK_EX)
             engine.submit(job)
-            while b"waiting for its end" not in log_of(job).read_bytes():
+            while b"waiting until it ends" not in log_of(job).read_bytes():
                 assert engine.wait(0.1) == []
             assert engine.wait(0.5) == []
             assert Store(job.store).result(job.key) is None
-        assert engine.wait(60) == [Ended(job.key, None)]
+        assert engine.wait(60) == [Outcome(job.key, None)]
         assert Store(job.store).result(job.key) is not None
     finally:
         engine.close()
@@ -93,7 +93,7 @@ def test_a_worker_sees_its_gpu_alone(job, two_gpus, monkeypatch):
     engine = LocalEngine(1, do=say_which_gpu)
     try:
         engine.submit(job)
-        assert engine.wait(60) == [Ended(job.key, None)]
+        assert engine.wait(60) == [Outcome(job.key, None)]
     finally:
         engine.close()
     assert log_of(job).with_suffix(".gpu").read_text() == "2"
@@ -130,7 +130,7 @@ def out_of_memory(engine, workers, *names):
             worker.theirs.send("OutOfMemoryError: CUDA out of memory")
     ended = engine.wait(1)
     assert sorted(each.key for each in ended) == sorted(names)
-    return [each.key for each in ended if engine.give_way(each.key)]
+    return [each.key for each in ended if engine.reduce_sharing(each.key)]
 
 
 def test_a_place_is_given_up_on_the_gpu_that_was_too_small(two_gpus, workers):
@@ -138,10 +138,10 @@ def test_a_place_is_given_up_on_the_gpu_that_was_too_small(two_gpus, workers):
     engine.submit(SimpleNamespace(key="first"))
     engine.submit(SimpleNamespace(key="second"))
     workers[0].theirs.send(None)
-    assert engine.wait(1) == [Ended("first", None)]
+    assert engine.wait(1) == [Outcome("first", None)]
     workers[1].theirs.send("OutOfMemoryError: CUDA out of memory")  # GPU 0, before it in the list, is free
     engine.wait(1)
-    assert engine.give_way("second")
+    assert engine.reduce_sharing("second")
     assert engine._gpus == ["0", "0", "1"]
     assert [worker.gpu for worker in workers if worker.stopped] == ["1"]
 
@@ -244,7 +244,7 @@ def test_a_worker_refuses_a_run_that_it_cannot_lock(job, no_locks):
     """A node of a cluster may have mounted the store in another way than the study's machine."""
     error = attempt(job, dummies.pretend)
     assert "without file locks" in error
-    assert not Ended(job.key, error).may_be_repeated
+    assert not Outcome(job.key, error).may_be_repeated
     assert Store(job.store).result(job.key) is None
 
 
@@ -253,7 +253,7 @@ def test_a_log_that_leads_out_of_the_store_is_refused_and_what_it_leads_to_stays
     theirs.write_text("mine")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "run.log").symlink_to(theirs)
-    for opened in (engines._into, engines._alone):
+    for opened in (engines._output_to, engines._locked):
         with pytest.raises(nalora.NALoRAError, match="a symbolic link"), opened(tmp_path / "store" / "run.log"):
             print("from the run")
     assert theirs.read_text() == "mine"

@@ -99,8 +99,8 @@ def test_a_table_of_eleven_methods_has_them_all(name):
 
 def test_table_1_is_the_papers_protocol_on_three_tasks_and_two_llamas():
     table = study("table-1")
-    assert len(table.cells()) == 6
-    for cell in table.cells():
+    assert len(table.combinations()) == 6
+    for cell in table.combinations():
         for arm in table.arms_in(cell):
             run = table.run(cell, arm, arm.learning_rates[0], 0)
             settings = run.settings
@@ -131,5 +131,5 @@ def test_the_mask_is_asked_about_in_both_spaces_under_four_optimizers():
     arms = {(arm.settings["method"], arm.settings.get("apply_to")) for arm in asked.arms}
     masks = ("na-lora", "na-lora-random", "na-lora-frozen")
     assert arms == {("lora", None), ("lora-scaled", None)} | {(m, s) for m in masks for s in ("gradient", "update")}
-    optimizers = [asked.run(cell, asked.arms[0], 1e-3, 0).settings.optimizer for cell in asked.cells()]
+    optimizers = [asked.run(cell, asked.arms[0], 1e-3, 0).settings.optimizer for cell in asked.combinations()]
     assert optimizers == ["adamw_torch_fused", "sgd", "adafactor", "muon"]

@@ -127,13 +127,13 @@ def test_what_a_user_asks_beside_a_study_does_not_change_it(job):
 
 
 def test_a_study_of_all_questions_asks_those_that_one_of_few_left_out(job):
-    few = replace(asking(job, VALIDATION, TEST, ANSWERS), ask_limit=2)
+    few = replace(asking(job, VALIDATION, TEST, ANSWERS), test_limit=2)
     work(few)
     store = Store(job.store)
-    assert store.result("run", ask_limit=2).has(ANSWERS)
+    assert store.result("run", test_limit=2).has(ANSWERS)
     assert not store.result("run").has(ANSWERS)
     before = store.result("run").losses
-    work(replace(few, ask_limit=None))
+    work(replace(few, test_limit=None))
     assert store.result("run").has(ANSWERS)
     assert store.result("run").losses == before
 

@@ -29,7 +29,7 @@ from nalora.studies.engines import LocalEngine
 from nalora.studies.job import Job, work
 from nalora.studies.ray_engine import RayEngine
 from nalora.studies.store import Store
-from nalora.studies.study import understand
+from nalora.studies.study import parse
 
 pytest.importorskip("ray")
 STEPS, SAVE_EVERY, LOST_AT = 60, 10, 15
@@ -87,7 +87,7 @@ def described(tmp_path_factory):
 def unbroken(described, environment, tmp_path_factory):
     """What every run of the study comes to on the local engine."""
     store = tmp_path_factory.mktemp("local")
-    return outcomes(store, conduct(understand(described), store, LocalEngine(2)))
+    return outcomes(store, conduct(parse(described), store, LocalEngine(2)))
 
 
 def outcomes(store: Path, progress):
@@ -168,7 +168,7 @@ def losing_workers_once(job: Job) -> None:
 
 
 def test_runs_of_lost_workers_resume_and_both_engines_give_the_same_numbers(cluster, described, unbroken, tmp_path):
-    progress = conduct(understand(described), tmp_path, RayEngine(cluster.address, do=losing_workers_once))
+    progress = conduct(parse(described), tmp_path, RayEngine(cluster.address, do=losing_workers_once))
     assert outcomes(tmp_path, progress) == unbroken
     (cell,) = progress.schedule.cells
     for seed, resumed_after in enumerate((LOST_AT, SAVE_EVERY, None)):
@@ -196,10 +196,10 @@ def test_neither_a_full_disk_nor_a_process_that_was_told_to_end_is_a_failure(clu
     with pytest.raises(nalora.NALoRAError, match="the disk is full"):
         conduct(dummies.study(), tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))
     study = dummies.study(arms={"lora": {"method": "lora"}})
-    with pytest.raises(nalora.NALoRAError, match="was told to end"):
+    with pytest.raises(nalora.NALoRAError, match="whose process was terminated"):
         conduct(study, tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))
     assert not (tmp_path / "dummy.failures.jsonl").exists()
-    assert any("(told to end); the run is started again, 1 of 1" in log.read_text() for log in tmp_path.glob("*.log"))
+    assert any("(terminated); the run is started again, 1 of 1" in log.read_text() for log in tmp_path.glob("*.log"))
     progress = conduct(dummies.study(), tmp_path, RayEngine(cluster.address, do=dummies.pretend))
     assert len(progress.results) == progress.total == 10
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_is_one_sentence(cluster, tmp_path, monkeypatch):
         return str(caught.value)
 
     began = time.monotonic()
-    assert "127.0.0.1:1: found nobody there" in refused("address", "127.0.0.1:1")
+    assert "127.0.0.1:1: found no connection" in refused("address", "127.0.0.1:1")
     assert "expected a running Ray cluster" in refused("address", "somewhere")
     assert time.monotonic() - began < 20
     assert "a node with 99 CPUs" in refused("address", cluster.address, "cpus", 99)

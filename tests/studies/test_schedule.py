@@ -174,19 +174,19 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
     ("changes", "message"),
     [
         ({"arms": {}}, "arms: missing or empty"),
-        ({"over": {"rank": []}}, "over.rank: an empty grid"),
+        ({"over": {"rank": []}}, "over.rank: an empty list"),
         ({"learning_rates": []}, "learning_rates: an empty list"),
         ({"arms": {"lora": {"method": "lorra"}}}, "did you mean lora"),
-        ({"arms": {"lora": {"method": "lora", "output": "here"}}}, "output is the study's to give"),
+        ({"arms": {"lora": {"method": "lora", "output": "here"}}}, "output is set by the study itself"),
         ({"settings": {"model": "m", "task": "gym/chain_sum", "stepps": 3}}, "did you mean steps"),
-        ({"seed": [0]}, "seed: no such part"),
-        ({"ask": "sometimes"}, "expected one of chosen, none, all"),
+        ({"seed": [0]}, "seed: no such setting of a study"),
+        ({"generate": "sometimes"}, "expected one of chosen, none, all"),
         ({"over": {"rank": [8, "many"]}}, "rank: 'many'"),
         ({"controls": {"lora": ["lorra"]}}, "controls: no arm 'lorra'"),
-        ({"controls": {"lora": ["lora"]}}, "controls: 'lora' is its own"),
+        ({"controls": {"lora": ["lora"]}}, "controls: 'lora' is listed as its own control"),
         ({"controls": {"lora": "dora"}}, r"expected `arm: \[other arm, ...\]` lines"),
-        ({"over": {"sums": {"short": 2}}}, "over.sums.short: no settings"),
-        ({"over": {"sums": {"short": {"seed": 2}}}}, "over.sums.short: seed is the study's to give"),
+        ({"over": {"sums": {"short": 2}}}, "over.sums.short: 2, expected settings"),
+        ({"over": {"sums": {"short": {"seed": 2}}}}, "over.sums.short: seed is set by the study itself"),
         ({"over": {"sums": {"short": {"max_lenth": 2}}}}, "did you mean max_length"),
         ({"seeds": [0, 0]}, "seeds: 0 is given twice"),
         ({"name": "é" * 150}, "name: 300 bytes long, expected at most 200"),
@@ -207,21 +207,21 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
         ({"over": {"rank": 8}}, "over.rank: 8, expected a list of values"),
         ({"over": ["rank"]}, "over: a list, expected `setting:"),
         ({"over": {8: [1]}}, "over: 8, expected the name of a setting"),
-        ({"over": {"seed": [0, 1]}}, "over.seed: seed is the study's to give"),
-        ({"over": {"learning_rate": [1e-3]}}, "over.learning_rate: learning_rate is the study's to give"),
-        ({"over": {"learning_rates": [1e-3]}}, "over.learning_rates: learning_rates is the study's to give"),
+        ({"over": {"seed": [0, 1]}}, "over.seed: seed is set by the study itself"),
+        ({"over": {"learning_rate": [1e-3]}}, "over.learning_rate: learning_rate is set by the study itself"),
+        ({"over": {"learning_rates": [1e-3]}}, "over.learning_rates: learning_rates is set by the study itself"),
         ({"over": {"sums": {"short": {"learning_rates": 1e-3}}}}, "short.learning_rates: 0.001, expected a list"),
         ({"name": "a/b"}, "name: 'a/b', expected a file's name"),
         ({"name": "..\\x"}, "expected a file's name, not a path"),
         ({"name": None}, "name: nothing, expected a text"),
         ({"validation_size": 0}, "validation_size: 0, expected a whole number, 1 or more"),
         ({"validation_size": -3}, "validation_size: -3, expected a whole number, 1 or more"),
-        ({"ask_limit": "many"}, "ask_limit: 'many', expected a whole number or nothing"),
+        ({"test_limit": "many"}, "test_limit: 'many', expected a whole number or nothing"),
         ({"drop_rates_worse_than": 0}, "drop_rates_worse_than: 0.0, expected a positive number"),
         ({"drop_rates_worse_than": "far"}, "drop_rates_worse_than: 'far', expected a number or nothing"),
         ({"drop_rates_worse_than": True}, "drop_rates_worse_than: True, expected a number or nothing"),
         ({"drop_rates_worse_than": [0.1]}, r"drop_rates_worse_than: \[0.1\], expected a number or nothing"),
-        ({"ask_tokens": 0}, "ask_tokens: 0, expected a whole number, 1 or more"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens: 0, expected a whole number, 1 or more"),
         ({"settings": "lora"}, "settings: 'lora', expected `name: value` lines"),
         ({"settings": {"model": "m", 3: 4}}, "settings: 3, expected the name of a setting"),
         ({"arms": ["lora"]}, "arms: a list, expected `name: value` lines"),
@@ -236,6 +236,18 @@ def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
 def test_a_study_that_cannot_run_is_refused_as_a_whole(changes, message):
     with pytest.raises(nalora.NALoRAError, match=message):
         dummies.study(**changes)
+
+
+def test_settings_of_version_0_1_have_the_same_effect_under_their_old_names():
+    new = {"generate": "all", "test_limit": 5, "max_batch_tokens": 4096}
+    old = dict(zip(("ask", "ask_limit", "ask_tokens"), new.values(), strict=True))
+    renamed, current = dummies.study(**old), dummies.study(**new)
+    assert renamed == current != dummies.study()
+    assert Schedule(renamed, "store").open_jobs({}, {}) == Schedule(current, "store").open_jobs({}, {})
+    with pytest.raises(nalora.NALoRAError, match="ask: now called generate; both are given"):
+        dummies.study(ask="all", generate="all")
+    with pytest.raises(nalora.NALoRAError, match="generate: 'sometimes', expected one of chosen, none, all"):
+        dummies.study(ask="sometimes")
 
 
 def test_values_of_a_setting_may_be_lists():
@@ -287,7 +299,7 @@ def test_what_is_shared_in_a_file_may_be_overwritten(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(FILE + "over:\n  model:\n    other: {<<: *shared, model: m}\n")
     study = read(file)
-    assert study.run(study.cells()[0], study.arms[0], 1e-3, 0).settings.model == "m"
+    assert study.run(study.combinations()[0], study.arms[0], 1e-3, 0).settings.model == "m"
 
 
 def test_a_file_that_is_not_utf_8_is_refused(tmp_path):

@@ -34,8 +34,8 @@ def evaluations(tmp_path):
     return place
 
 
-def result(evaluations, ask_limit=None):
-    return Store(evaluations.parents[1]).result("run", ask_limit)
+def result(evaluations, test_limit=None):
+    return Store(evaluations.parents[1]).result("run", test_limit)
 
 
 def test_what_a_study_has_asked_is_known(evaluations):
@@ -59,12 +59,12 @@ def test_a_few_questions_of_its_own_task_change_no_loss(evaluations):
 
 
 @pytest.mark.parametrize(
-    ("answered", "ask_limit", "counts"),
+    ("answered", "test_limit", "counts"),
     [(6, None, True), (3, None, False), (3, 3, True), (3, 4, False), (6, 3, True), (6, 100, True)],
 )
-def test_answers_count_if_as_many_questions_were_asked_as_a_study_asks(evaluations, answered, ask_limit, counts):
+def test_answers_count_if_as_many_questions_were_asked_as_a_study_asks(evaluations, answered, test_limit, counts):
     told(evaluations / OWN / "adapted-5", "summary", examples=answered)
-    found = result(evaluations, ask_limit)
+    found = result(evaluations, test_limit)
     assert found.has(ANSWERS) == counts
     assert found.measures == ({"accuracy": 0.5} if counts else {})
 

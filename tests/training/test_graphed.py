@@ -16,7 +16,7 @@ from nalora.models.loading import ModelSpec, load
 from nalora.runs.encoding import Collator, Encoder
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
-from nalora.studies.job import let_go_of_memory
+from nalora.studies.job import release_memory
 from nalora.training.run import train
 
 METHODS = [
@@ -100,7 +100,7 @@ def test_after_a_replayed_run_the_same_process_writes_what_generate_writes(setti
     for seed in (0, 1):
         output = str(tmp_path / "run") if seed else str(tmp_path / "before")
         train(check({**settings, "liger": True, "cuda_graphs": True, "seed": seed, "output": output}))
-    let_go_of_memory()
+    release_memory()
     base = load(ModelSpec(settings["model"], dtype="float32"))
     model = peft.PeftModel.from_pretrained(base.model, folder.adapter).eval()
     task = tasks.get("gym/chain_sum", train_size=4, test_size=70)

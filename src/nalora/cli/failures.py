@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nalora.errors import NALoRAError, shortened
-from nalora.studies.ended import is_disk_full
+from nalora.studies.outcome import is_disk_full
 
 
 def one_sentence(error: Exception) -> str | None:

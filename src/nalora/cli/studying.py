@@ -119,7 +119,7 @@ def _refuse_missing_data(jobs: Iterable[Any]) -> None:
 
 def _refuse_unready(described: Any, jobs: Iterable[Any]) -> None:
     """What the last hour of a study would need, before its first: a judge that is named."""
-    if described.ask == "none":
+    if described.generate == "none":
         return
     from nalora.runs.readiness import refuse_unready
     from nalora.runs.settings import check

@@ -1,4 +1,4 @@
-"""Where a study's jobs run: in processes of this machine, or on a Ray cluster; one small interface."""
+"""Where a study's jobs run: the interface of all engines, and the one that uses processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from nalora.errors import NALoRAError, wrong_kind
-from nalora.studies.ended import TOLD_TO_END, Ended, told
-from nalora.studies.job import Job, let_go_of_memory, log_of, work
+from nalora.studies.job import Job, log_of, release_memory, work
+from nalora.studies.outcome import TERMINATED, Outcome, describe_error
 
-Do = Callable[[Job], None]
-_TERMINATED = 128 + 15  # as a shell would say of SIGTERM
+Do = Callable[[Job], None]  # carries out a job
+_SIGTERM_EXIT = 128 + 15  # as shells report SIGTERM
 SECONDS_TO_END = 30.0
 
 
 class Engine(Protocol):
-    """Takes jobs and says which have ended."""
+    """Starts jobs and reports which have ended."""
 
     def has_room(self) -> bool:
         """Whether one more job would start at once."""
@@ -35,12 +35,12 @@ class Engine(Protocol):
         """Start a job."""
         ...
 
-    def wait(self, seconds: float) -> list[Ended]:
-        """The jobs that have ended, waiting so long for the first."""
+    def wait(self, seconds: float) -> list[Outcome]:
+        """Return the jobs that have ended; wait at most `seconds` for the first one."""
         ...
 
-    def give_way(self, key: str) -> bool:
-        """Let fewer runs share a GPU than when this one began, which has just ended; whether that is possible."""
+    def reduce_sharing(self, key: str) -> bool:
+        """Let fewer runs share a GPU than when this run, which has just ended, was started; False if it had its own."""
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
 
 class _Worker:
-    """A process that does one job after another; torch is imported once for all of them."""
+    """A process that does one job after another, so that torch is imported once for all of them."""
 
     def __init__(self, gpu: str | None, do: Do) -> None:
         context = multiprocessing.get_context("spawn")
@@ -65,88 +65,89 @@ class _Worker:
         self.pipe.close()
 
 
-class _Began(NamedTuple):
+class _Placement(NamedTuple):
     gpu: str | None
-    places: int  # of that GPU, when the run began
+    slots: int  # of that GPU, when the run was started
 
 
 class LocalEngine:
-    """Processes of this machine; several share a GPU where `per_gpu` says so.
+    """Processes of this machine.
 
     Args:
-        workers: how many at once; on a machine with GPUs one for each place by default, else one.
-        per_gpu: how many runs share one GPU at most; fewer where they turn out not to fit.
-        do: what a job is done by.
+        workers: the number of processes; by default one for each slot of a GPU, or one on a machine without GPUs.
+        per_gpu: the number of runs that share one GPU; it is reduced if their memory does not suffice.
+        do: carries out a job.
     """
 
     def __init__(self, workers: int | None = None, per_gpu: int = 1, do: Do = work) -> None:
         self._do = do
         gpus = _visible_gpus()
         count = workers or max(1, len(gpus) * per_gpu)
-        self._gpus = [gpus[i % len(gpus)] if gpus else None for i in range(count)]
+        self._gpus = [gpus[slot % len(gpus)] if gpus else None for slot in range(count)]
         self._workers: list[_Worker | None] = [None] * count
-        self._began: dict[str, _Began] = {}
+        self._placements: dict[str, _Placement] = {}
+
+    def _free_slots(self) -> list[int]:
+        return [slot for slot, worker in enumerate(self._workers) if worker is None or worker.job is None]
 
     def has_room(self) -> bool:
-        """Whether a place is free."""
-        return any(worker is None or worker.job is None for worker in self._workers)
+        """Whether a slot is free."""
+        return bool(self._free_slots())
 
     def submit(self, job: Job) -> None:
-        """Hand the job to a free worker, which is started if it is not there."""
-        for place, worker in enumerate(self._workers):
-            if worker is None or worker.job is None:
-                if worker is None or not worker.process.is_alive():
-                    worker = self._workers[place] = _Worker(self._gpus[place], self._do)
-                worker.job = job
-                gpu = self._gpus[place]
-                self._began[job.key] = _Began(gpu, self._gpus.count(gpu))
-                worker.pipe.send(job)
-                return
-        raise RuntimeError("no room")
+        """Send the job to a free worker, which is started if necessary."""
+        slot = self._free_slots()[0]
+        gpu, worker = self._gpus[slot], self._workers[slot]
+        if worker is None or not worker.process.is_alive():
+            worker = self._workers[slot] = _Worker(gpu, self._do)
+        worker.job = job
+        self._placements[job.key] = _Placement(gpu, self._gpus.count(gpu))
+        worker.pipe.send(job)
 
-    def wait(self, seconds: float) -> list[Ended]:
-        """Answers of workers, and workers that died without one."""
-        busy = {worker.pipe: place for place, worker in enumerate(self._workers) if worker and worker.job}
-        self._began = {job.key: self._began[job.key] for worker in self._workers if worker and (job := worker.job)}
-        ended = []
+    def wait(self, seconds: float) -> list[Outcome]:
+        """Return the outcomes that workers have sent, and those of workers that died."""
+        busy: dict[Any, tuple[int, _Worker, Job]] = {
+            worker.pipe: (slot, worker, worker.job)
+            for slot, worker in enumerate(self._workers)
+            if worker is not None and worker.job is not None
+        }
+        self._placements = {job.key: self._placements[job.key] for _, _, job in busy.values()}
+        outcomes = []
         for pipe in wait(list(busy), timeout=seconds):
-            place = busy[pipe]  # type: ignore[index]
-            worker = self._workers[place]
-            assert worker is not None
-            job, worker.job = worker.job, None
-            assert job is not None
+            slot, worker, job = busy[pipe]
+            worker.job = None
             try:
-                ended.append(Ended(job.key, worker.pipe.recv()))
-                dead = ended[-1].lost_the_gpu
+                outcome = Outcome(job.key, worker.pipe.recv())
+                dead = outcome.lost_the_gpu
             except (EOFError, OSError):
                 worker.process.join(5)
                 code = worker.process.exitcode
-                asked = code in (_TERMINATED, -signal.SIGTERM)
-                ended.append(Ended(job.key, TOLD_TO_END if asked else f"its process died (exit code {code})"))
+                terminated = code in (_SIGTERM_EXIT, -signal.SIGTERM)
+                outcome = Outcome(job.key, TERMINATED if terminated else f"its process died (exit code {code})")
                 dead = True
+            outcomes.append(outcome)
             if dead:
                 worker.stop()
-                self._workers[place] = None
-        return ended
+                self._workers[slot] = None
+        return outcomes
 
-    def give_way(self, key: str) -> bool:
-        """Give up a free place of the GPU that the run was on, unless that has only one or has lost one since."""
-        gpu, places = self._began[key]
-        if places == 1:
-            return False  # nobody was beside it
-        if self._gpus.count(gpu) == places:
-            free = (place for place, worker in enumerate(self._workers) if worker is None or worker.job is None)
-            place = next(place for place in free if self._gpus[place] == gpu)
-            if (worker := self._workers.pop(place)) is not None:
+    def reduce_sharing(self, key: str) -> bool:
+        """Remove a slot of the GPU that the run was on, unless one has been removed since it was started."""
+        gpu, slots = self._placements[key]
+        if slots == 1:
+            return False
+        if self._gpus.count(gpu) == slots:
+            slot = next(slot for slot in self._free_slots() if self._gpus[slot] == gpu)
+            if (worker := self._workers.pop(slot)) is not None:
                 worker.stop()
-            self._gpus.pop(place)
+            self._gpus.pop(slot)
         return True
 
     def close(self) -> None:
-        """Tell every worker to end, which a training run does with a checkpoint; those that take long are killed.
+        """Terminate every worker, which lets a training run write a checkpoint; kill those that take too long.
 
         Raises:
-            KeyboardInterrupt: asked again while waiting; all are killed at once then.
+            KeyboardInterrupt: Ctrl-C was pressed again; all workers have been killed.
         """
         workers = [worker for worker in self._workers if worker is not None]
         latest = time.monotonic() + SECONDS_TO_END
@@ -161,15 +162,15 @@ class LocalEngine:
 
 
 def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
-    """A worker's life: jobs in, None or an error's text out, until nobody asks any more."""
+    """Run in a worker: receive jobs and send None or an error message for each, until the study's process ends."""
     import threading
 
     from tqdm import tqdm
 
-    # Both reach every process of a terminal; the study answers them, and tells its workers to end by SIGTERM.
+    # A terminal sends both to all of its processes; the study handles them and terminates its workers by SIGTERM.
     for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
         signal.signal(number, signal.SIG_IGN)
-    # Its lock between processes would be left behind by a worker that is killed, and Python would complain of that.
+    # A worker that is killed would leave tqdm's lock between processes behind, about which Python would warn.
     tqdm.set_lock(threading.RLock())
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -180,7 +181,7 @@ def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
 
 
 def _visible_gpus() -> list[str]:
-    """What CUDA calls the GPUs that this process sees; a number counts among the machine's, not among these."""
+    """Return CUDA's names of the GPUs that this process sees; their numbers are those of the machine."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -189,45 +190,42 @@ def _visible_gpus() -> list[str]:
 
 
 def attempt(job: Job, do: Do = work) -> str | None:
-    """Do a job, its output kept in its log; None, or what went wrong in one line.
+    """Carry out a job, with its output in its log; return None, or the error in one line.
 
     Raises:
-        SystemExit: the process was told to end, which says nothing against the run.
+        SystemExit: the process was terminated, which is not an error of the run.
     """
+    log = log_of(job)
     try:
-        with _into(log_of(job)), _alone(log_of(job)):
-            return _attempt(job, do)
-    except (OSError, NALoRAError) as error:  # its log cannot be written, or not be locked
-        return told(error)
+        with _output_to(log), _locked(log):
+            try:
+                do(job)
+            except NALoRAError as error:
+                print(error, file=sys.stderr)
+                return describe_error(error)
+            except Exception as error:
+                from nalora.training.run import Interrupted
 
-
-def _attempt(job: Job, do: Do) -> str | None:
-    try:
-        do(job)
-    except NALoRAError as error:
-        print(error, file=sys.stderr)
-        return told(error)
-    except Exception as error:
-        from nalora.training.run import Interrupted
-
-        traceback.print_exc()
-        if isinstance(error, Interrupted):
-            raise SystemExit(_TERMINATED) from error
-        return told(error)
-    finally:
-        let_go_of_memory()
+                traceback.print_exc()
+                if isinstance(error, Interrupted):
+                    raise SystemExit(_SIGTERM_EXIT) from error
+                return describe_error(error)
+            finally:
+                release_memory()
+    except (OSError, NALoRAError) as error:  # the log cannot be written or locked
+        return describe_error(error)
     return None
 
 
 @contextlib.contextmanager
-def _into(path: Path) -> Iterator[None]:
-    """Everything that this process prints, by whatever library, goes into a file for the moment."""
+def _output_to(path: Path) -> Iterator[None]:
+    """Redirect everything that this process prints, also from C code, to the end of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(number) for number in (1, 2)]
+    originals = [os.dup(number) for number in (1, 2)]
     try:
-        with _log(path) as file:
+        with _open_log(path) as file:
             for number in (1, 2):
                 os.dup2(file.fileno(), number)
         yield
@@ -236,64 +234,50 @@ def _into(path: Path) -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            for number, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, number)
-                os.close(before)
+            for number, original in zip((1, 2), originals, strict=True):
+                os.dup2(original, number)
+                os.close(original)
 
 
-def _log(path: Path) -> IO[bytes]:
-    """The log of a run, to be appended to; not through a link to a file, which is somebody else's."""
+def _open_log(path: Path) -> IO[bytes]:
+    """Open the log of a run to append to it, but not through a link, which may lead to a file of the user."""
     if path.is_symlink() and (path.is_file() or not path.exists()):
         raise wrong_kind(path, "file", "a log inside the store", "move it away, or give another --store")
     return path.open("ab")
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Nobody else does this job meanwhile: a worker whose study was killed may still be at it.
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the log of a run, so that no other process does the same job: a worker of a killed study may still run.
 
-    Its log is locked, which ends with the holder's life, however that ends; NFS passes such locks on to other machines.
-
-    Raises:
-        NALoRAError: the file system has no locks.
+    The lock ends with the process that holds it, however that ends; NFS passes such locks on to other machines.
     """
-    if sys.platform == "win32":
+    with _open_log(path) as file:
+        _lock(file, path.parent)
         yield
+
+
+def _lock(file: IO[bytes], store: Path) -> None:
+    """Lock an open file of the store; wait if another process has locked it."""
+    if sys.platform == "win32":
         return
     import fcntl
 
-    with _log(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("another process is at this run; waiting for its end", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise _no_locks(path.parent, error) from error
-        yield
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("another process works on this run; waiting until it ends", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise NALoRAError(
+            str(store),
+            found=f"a file system without file locks ({error.strerror})",
+            expected="locks, so that no run is trained by two processes at a time",
+            fix="use a store on a local disk, or mount this one with locks (NFS without nolock, Lustre with flock)",
+        ) from error
 
 
 def refuse_without_locks(store: Path) -> None:
-    """Find out before any run whether files of the store can be locked.
-
-    Raises:
-        NALoRAError: they cannot: two studies could train the same run into the same files.
-    """
-    if sys.platform == "win32":
-        return
-    import fcntl
-
+    """Raise `NALoRAError` if files of the store cannot be locked: two studies could train the same run."""
     with tempfile.TemporaryFile(dir=store) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise _no_locks(store, error) from error
-
-
-def _no_locks(store: Path, error: OSError) -> NALoRAError:
-    return NALoRAError(
-        str(store),
-        found=f"a file system without file locks ({error.strerror})",
-        expected="locks, so that no run is trained by two processes at a time",
-        fix="use a store on a local disk, or mount this one with locks (NFS without nolock, Lustre with flock)",
-    )
+        _lock(file, store)

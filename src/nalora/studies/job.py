@@ -1,10 +1,10 @@
-"""One run of a study, from its settings to its results; whatever was finished of it is not done again."""
+"""One run of a study, from its settings to its results; whatever is finished already is not repeated."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is asked to do; plain values, so that it can be sent to any machine.
+    """A run to train and the parts of it to evaluate; plain values, so that it can be sent to any machine.
 
     Args:
         key: the run's name in the store.
         settings: of the run.
-        parts: what is asked of it after training: validation, test, answers.
-        store: the store's folder, which every worker can reach.
-        label: for people.
-        ask_limit: only the first so many test questions.
-        ask_tokens: how much is written at a time.
+        parts: to evaluate after training: validation, test, answers.
+        store: the path of the store, the same on every machine.
+        label: for messages.
+        test_limit: generate answers to the first `test_limit` test questions only.
+        max_batch_tokens: prompt and answer tokens per batch of generation.
     """
 
     key: str
@@ -34,63 +34,59 @@ class Job:
     parts: tuple[str, ...]
     store: str
     label: str
-    ask_limit: int | None = None
-    ask_tokens: int = 32_768
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
+    test_limit: int | None = None
+    max_batch_tokens: int = 32_768
 
 
 def work(job: Job, device: str | None = None) -> None:
-    """Train what is not trained, ask what was not asked.
+    """Train the run if it is not trained, and evaluate the parts that have not been evaluated.
 
-    A run whose weights are no longer kept is trained again, and asked everything again, if something new is asked;
-    what is known of it stays where it is until all of that is done.
+    If a new part needs weights that were deleted, the run is trained and evaluated again in another folder. Its old
+    results stay in place until that is complete.
 
     Raises:
-        NALoRAError: the run cannot be.
+        NALoRAError: the run cannot be trained or evaluated.
     """
-    store, again = Store(job.store), _Again(job)
-    again.take_its_place_if_cut_short()
-    known = store.result(job.key, job.ask_limit)
-    if known and all(known.has(part) for part in job.parts):
+    store, replacement = Store(job.store), _Replacement(job)
+    replacement.complete()
+    known = store.result(job.key, job.test_limit)
+    if known and known.has_all(job.parts):
         return
     if known is None or store.folder(job.key).trained.is_dir():
-        _train_and_ask(job, store.folder(job.key), {*job.parts}, device)
+        _train_and_evaluate(job, store.folder(job.key), {*job.parts}, device)
         return
     before = {part for part in (VALIDATION, TEST, ANSWERS) if known.has(part)}
-    _train_and_ask(job, again.new, {*job.parts} | before, device)
-    if (repeated := Store(again.aside).result(again.new.path.name)) is not None and repeated.diverged:
+    _train_and_evaluate(job, replacement.new, {*job.parts} | before, device)
+    repeated = Store(replacement.folder).result(replacement.new.path.name)
+    if repeated is not None and repeated.diverged:
         raise NALoRAError(
-            str(again.new.path),
+            str(replacement.new.path),
             found="a run that diverged",
             expected="the result that it had when it was trained before",
-            fix=f"look at its metrics; to train it again, remove {again.aside}",
+            fix=f"look at its metrics; to train it again, remove {replacement.folder}",
         )
-    again.take_its_place()
+    replacement.swap()
 
 
-def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | None) -> None:
-    """Come to all these parts of the run in that folder, from whatever is there of it."""
+def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: str | None) -> None:
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.runs.settings import check
     from nalora.training.run import train
 
     run = check({**job.settings, "output": str(folder.path), **({"device": device} if device else {})})
-    known = Store(folder.path.parent).result(folder.path.name, job.ask_limit)
+    known = Store(folder.path.parent).result(folder.path.name, job.test_limit)
     if known is None:
-        # Nobody else does this job (engines.py); the lock may be one of a worker on a node that was lost.
+        # Engines let one process at a time work on a job; the folder's lock may be that of a worker on a lost node.
         train(run, resume=folder.settings.is_file(), take_over=True)
-        let_go_of_memory()
+        release_memory()
     missing = {part for part in parts if known is None or not known.has(part)}
     if ANSWERS in missing:
-        missing.add(TEST)  # how many questions there are is told beside the answers, by the losses in the same folder
+        missing.add(TEST)  # the losses record how many questions there are, with which the answers are compared
     requests = {
         VALIDATION: Request(with_base=False, split="validation", writing=False, take_over=True, own=job.settings),
         TEST: Request(with_base=False, writing=False, take_over=True, own=job.settings),
         ANSWERS: Request(
-            with_base=False, limit=job.ask_limit, batch_tokens=job.ask_tokens, take_over=True, own=job.settings
+            with_base=False, limit=job.test_limit, batch_tokens=job.max_batch_tokens, take_over=True, own=job.settings
         ),
     }
     for part, request in requests.items():
@@ -98,56 +94,56 @@ def _train_and_ask(job: Job, folder: RunFolder, parts: set[str], device: str | N
             evaluate_target(str(folder.path), request, device=device)
 
 
-class _Again:
-    """Where a run that is in the store is trained again: beside it, one folder deeper than runs are looked for.
+class _Replacement:
+    """A run that is trained again, in a folder next to the old one, one level deeper than stored runs are.
 
-    At the end the two change places by renaming. Whenever that is cut short, one of them is in the run's place, or
-    nothing is and the new one is whole.
+    At the end the new folder takes the place of the old one by renaming. If that is interrupted, either one of the two
+    is in place, or none is and the new one is complete.
     """
 
     def __init__(self, job: Job) -> None:
         self.place = Store(job.store).folder(job.key)
-        self.aside = Path(job.store) / f"{job.key}.again"
-        self.new, self.old = RunFolder(self.aside / "new"), self.aside / "old"
+        self.folder = Path(job.store) / f"{job.key}.again"
+        self.new, self.old = RunFolder(self.folder / "new"), self.folder / "old"
 
-    def take_its_place(self) -> None:
-        """Put the new run where the old one is, which goes."""
+    def swap(self) -> None:
+        """Put the new run in place of the old one, which is removed."""
         settings = yaml_reader.read(self.new.settings, "a run's settings", "start the study again")
         self.new.write_settings(settings | {"output": str(self.place.path)})
         self.place.path.rename(self.old)
-        self.take_its_place_if_cut_short()
+        self.complete()
 
-    def take_its_place_if_cut_short(self) -> None:
-        """Do what is left of that, if anything is."""
+    def complete(self) -> None:
+        """Complete a swap that was begun; do nothing if there is none."""
         if contents.is_run(self.new.path) and not contents.exists(self.place.path):
             self.new.path.rename(self.place.path)
         if self.place.path.is_dir() and contents.is_run(self.old):
             marker.mark(self.old, "run")
-            self._keep_what_is_not_the_runs()
+            self._keep_other_files()
             for entry in self.old.iterdir():
-                if entry.name != marker.MARKER:  # last: what is half removed is still known as nalora's
+                if entry.name != marker.MARKER:  # removed last: a half-removed folder is still marked as nalora's
                     shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
             shutil.rmtree(self.old)
-            with contextlib.suppress(OSError):  # somebody else's files are in it
-                self.aside.rmdir()
+            with contextlib.suppress(OSError):  # it contains files of the user
+                self.folder.rmdir()
 
-    def _keep_what_is_not_the_runs(self) -> None:
-        """Move evaluations, reports and the user's own files of the old run to the new one, where it has none."""
+    def _keep_other_files(self) -> None:
+        """Move evaluations, reports and files of the user from the old run to the new one, if it lacks them."""
         own = set(contents.own_entries(self.old))
         for file in sorted(entry for entry in self.old.rglob("*") if entry.is_symlink() or not entry.is_dir()):
-            there = self.place.path / file.relative_to(self.old)
-            if not own.intersection((file, *file.parents)) and not contents.exists(there):
-                there.parent.mkdir(parents=True, exist_ok=True)
-                file.rename(there)
+            target = self.place.path / file.relative_to(self.old)
+            if not own.intersection((file, *file.parents)) and not contents.exists(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.rename(target)
 
 
 def log_of(job: Job) -> Path:
-    """Where everything that the job prints goes."""
+    """Return the file for everything that the job prints."""
     return Path(job.store) / f"{job.key}.log"
 
 
-def let_go_of_memory() -> None:
-    """What one run or part of it held is not the next one's burden; a trainer is a cycle that only a search ends."""
+def release_memory() -> None:
+    """Free the memory of the last run; a trainer is a reference cycle, which only the garbage collector frees."""
     import gc
 
     import torch

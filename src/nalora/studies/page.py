@@ -14,23 +14,16 @@ from nalora.studies.study import Study, question, read
 
 
 def write_page_of(file: Path, store: Path, output: Path | None = None, *, trust: bool = False) -> Path:
-    """Write the report of a study's file from the runs in a store, into the store by default; its path.
+    """Write the report of a study's file from the runs in a store, by default into the store; return its path.
 
-    Args:
-        file: the study's.
-        store: the folder of its runs.
-        output: the HTML file.
-        trust: whether Python files that the study names as methods may run.
-
-    Raises:
-        NALoRAError: no study, no run of it has ended, or it would run code without trust.
+    Without `trust`, a study that names Python files, whose code would run, is refused.
     """
     study = read(file, trust=trust)
     return write_page(study, so_far(study, store), store, output or store / f"{study.name}.html", question(file))
 
 
 def write_page(study: Study, progress: Progress, store: Path, output: Path, question: str = "") -> Path:
-    """Write the report of what is known of a study; its path.
+    """Write the report of a study's progress; return its path.
 
     Raises:
         NALoRAError: no run of the study has ended.
@@ -48,7 +41,7 @@ def write_page(study: Study, progress: Progress, store: Path, output: Path, ques
     return write_report(runs, output, results)
 
 
-def _named(run: RunData, cell: str) -> RunData:
+def _named(run: RunData, name: str) -> RunData:
     rate, seed = run.settings.get("learning_rate"), run.settings.get("seed")
     shown = f"lr {rate:g}" if isinstance(rate, float) else ""
-    return replace(run, name=f"{cell} ({shown}, seed {seed})")
+    return replace(run, name=f"{name} ({shown}, seed {seed})")

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP to a study: noted when they arrive, answered where nothing is half done."""
+"""SIGTERM and SIGHUP to a study: recorded when they arrive, handled where nothing is half done."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ _NUMBERS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasa
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """The study was stopped by a signal and goes on at its next start.
-
-    Args:
-        number: of the signal.
-    """
+    """The study was stopped by the signal with this number; it continues when it is started again."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -24,32 +20,32 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Notes the first SIGTERM or SIGHUP, in `received`; a second one raises at once.
+    """Record the first SIGTERM or SIGHUP in `received`; the second one raises `StoppedBySignal` at once.
 
     The first one must not raise where it arrives: a worker that is being started at that moment would be in no list and
-    would not be ended. A signal that the process ignores, as SIGHUP under nohup, stays ignored. Only the main thread
-    can listen; elsewhere the signals keep their meaning.
+    would keep running. A signal that the process ignores, as SIGHUP under nohup, stays ignored. Python calls handlers
+    in the main thread only; in other threads the signals are left alone.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
+                    self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            # None where the handler was not installed by Python; it cannot be put back.
+        for number, handler in self._previous.items():
+            # None if the handler was not installed by Python: it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
             raise StoppedBySignal(number)
         self.received = number

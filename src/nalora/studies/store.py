@@ -1,4 +1,4 @@
-"""Runs addressed by their content: a changed setting is a new run, an unchanged one is never repeated."""
+"""Runs stored under a digest of their settings: a changed setting is a new run, an unchanged run is never repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +15,17 @@ from nalora import tasks
 from nalora.runs import contents, marker
 from nalora.runs.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.runs.settings import Run
-from nalora.studies.alike import asked_in, is_other_than_trained
+from nalora.studies.questions import is_on_other_data, questions_digest
 
-# A run's folder is named by its key, its log and the place of its repetition likewise.
+# The names of a run's folder, of its log, and of the folder in which it is trained again.
 _KEY = re.compile(r"[0-9a-f]{16}(\.log|\.again)?")
 VALIDATION, TEST, ANSWERS = "validation", "test", "answers"
 
 
 def key(run: Run) -> str:
-    """The run's name: a digest of everything that it comes out of.
+    """Return the run's name in the store: a digest of all settings that its result depends on.
 
-    Settings at their defaults are left out, so that a setting that did not exist yet when a run was made does not
-    make it another run.
+    Settings at their defaults are left out, so that a setting added in a later version does not change the name.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(run.settings)} | run.method.defaults()
     content = {
@@ -39,21 +38,25 @@ def key(run: Run) -> str:
 
 
 class Result(NamedTuple):
-    """What is known of a run: the parts of it that were asked, by name."""
+    """A finished run: its training loss, and the results of the parts that have been evaluated."""
 
     train_loss: float | None
     losses: dict[str, float]
     measures: dict[str, float]
     seconds: float
     examples: int = 0
-    asked: Mapping[str, str] = {}  # by part, a digest of the questions; empty where a result of 0.1 does not say
+    questions: Mapping[str, str] = {}  # a digest for each part; empty where a result of 0.1 does not record it
     diverged: bool = False
 
     def has(self, part: str) -> bool:
-        """Whether this part was evaluated already; a diverged run has nothing left to evaluate."""
+        """Whether this part has been evaluated; nothing is left to evaluate of a run that diverged."""
         if self.diverged:
             return True
         return bool(self.measures) if part == ANSWERS else part in self.losses
+
+    def has_all(self, parts: Iterable[str]) -> bool:
+        """Whether all these parts have been evaluated."""
+        return all(self.has(part) for part in parts)
 
 
 class Store:
@@ -63,80 +66,72 @@ class Store:
         self.root = Path(root)
 
     def claim(self) -> None:
-        """Make the folder where it is missing, and mark it as nalora's.
-
-        Raises:
-            NALoRAError: it holds files that nalora did not write.
-        """
+        """Create the folder if it is missing, and mark it as nalora's; `NALoRAError` if it has other files."""
         self.refuse_foreign()
         marker.mark(self.root.resolve(), "store")
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder that is no store. Nothing is touched.
-
-        Raises:
-            NALoRAError: it holds files that nalora did not write.
-        """
-        # A link to a larger disk is common, and nothing in a store is removed but by a run that is repeated there.
+        """Raise `NALoRAError` if the folder holds files that nalora did not write. Nothing is changed."""
+        # A link to a larger disk is common, and nothing in a store is removed except by a run that is trained again.
         marker.refuse_foreign(self.root.resolve(), "store", option="--store", known=_is_of_0_1)
 
     def folder(self, name: str) -> RunFolder:
-        """Where the run of that key is kept."""
+        """Return the folder of the run with that key."""
         return RunFolder(self.root / name)
 
-    def result(self, name: str, ask_limit: int | None = None) -> Result | None:
-        """What is known of a finished run, None of any other.
+    def result(self, name: str, test_limit: int | None = None) -> Result | None:
+        """Return the result of a finished run, None if there is none.
 
-        Only what it was asked of its own task counts. A study leaves losses.json, which is of all questions; beside it
-        summary.json may be of fewer: its answers count if it is of the first `ask_limit`, or else of all. A run that
-        diverged has an infinite loss in every part and is finished: training it again would give the same.
+        Only evaluations on the run's own task count. A study writes losses.json, which is about all questions; the
+        summary.json next to it may be about fewer: its answers count if they are at least the first `test_limit`, or
+        all questions. A run that diverged has an infinite loss in every part: training it again would do the same.
         """
         folder = self.folder(name)
-        found = _read(folder.result)
-        if found is None:
+        trained = _read(folder.result)
+        if trained is None:
             return None
-        if found.get("diverged"):
-            infinite = {VALIDATION: math.inf, TEST: math.inf}
-            return Result(None, infinite, {}, found.get("seconds") or 0.0, found.get("examples") or 0, diverged=True)
+        if trained.get("diverged"):
+            infinite, seconds = {VALIDATION: math.inf, TEST: math.inf}, trained.get("seconds") or 0.0
+            return Result(None, infinite, {}, seconds, trained.get("examples") or 0, diverged=True)
         losses: dict[str, float] = {}
         measures: dict[str, float] = {}
-        asked: dict[str, str] = {}
-        # A task's name may hold a slash, which makes its folder one deeper.
+        questions: dict[str, str] = {}
+        # The name of a task may contain a slash, which makes its folder one level deeper.
         for path in sorted(folder.evaluations.rglob("adapted-*/losses.json")):
-            told = _read(path)
-            if told is None or told.get("task") != found.get("task") or is_other_than_trained(told):
+            evaluated = _read(path)
+            if evaluated is None or evaluated.get("task") != trained.get("task") or is_on_other_data(evaluated):
                 continue
             part = VALIDATION if path.parent.parent.name.endswith(HELD_OUT) else TEST
-            # No number where the task's questions have no one right answer, as a conversation or a program has not.
-            loss = told.get("target_loss")
+            # Tasks without one correct answer, such as conversations and programs, have no loss.
+            loss = evaluated.get("target_loss")
             if loss and not (isinstance(loss, dict) and "value" in loss):
                 continue  # a damaged file: this part is evaluated again
             losses[part] = _number(loss["value"]) if loss else math.nan
-            asked[part] = asked_in(told)
+            questions[part] = questions_digest(evaluated)
             summary = _read(path.with_name("summary.json"))
-            questions = told.get("examples", 0)
-            if part == TEST and summary and summary.get("examples", 0) >= min(questions, ask_limit or questions):
-                measures = {name: _number(each["value"]) for name, each in summary["measures"].items()}
-                asked[ANSWERS] = asked_in(summary)
-        seconds, examples = found.get("seconds", 0.0), found.get("examples", 0)
-        return Result(found.get("train_loss"), losses, measures, seconds, examples, asked)
+            count = evaluated.get("examples", 0)
+            if part == TEST and summary and summary.get("examples", 0) >= min(count, test_limit or count):
+                measures = {name: _number(measure["value"]) for name, measure in summary["measures"].items()}
+                questions[ANSWERS] = questions_digest(summary)
+        seconds, examples = trained.get("seconds", 0.0), trained.get("examples", 0)
+        return Result(trained.get("train_loss"), losses, measures, seconds, examples, questions)
 
 
 def _is_of_0_1(root: Path) -> bool:
-    """Whether version 0.1, which wrote no marker, kept runs there."""
+    """Whether version 0.1, which wrote no marker, stored runs there."""
     keys = {entry.name.partition(".")[0] for entry in root.iterdir() if _KEY.fullmatch(entry.name)}
     return any(contents.is_run(root / name) for name in keys)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON file's mapping; None where there is none, or a damaged one."""
+    """Return the content of a JSON file; None if it is missing, damaged or not a mapping."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _number(value: Any) -> float:
-    """A loss that is no number was that of a run that diverged."""
+    """Return the number, or infinity if it is not finite: the run diverged."""
     return float(value) if value is not None and math.isfinite(value) else math.inf

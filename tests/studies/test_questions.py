@@ -7,9 +7,9 @@ import json
 import pytest
 from dummies import Instantly, study
 
-from nalora.studies.alike import asked_in, is_other_than_trained, notes, suffixes
 from nalora.studies.answer import answer
 from nalora.studies.conduct import conduct, so_far
+from nalora.studies.questions import column_suffixes, is_on_other_data, notes, questions_digest
 from nalora.studies.store import TEST, Store
 
 EVALUATED = {"questions": "aaaaaaaa", "options": {}, "style": "plain", "max_new_tokens": 8, "data": "x"}
@@ -17,17 +17,19 @@ EVALUATED = {"questions": "aaaaaaaa", "options": {}, "style": "plain", "max_new_
 
 def test_a_digest_of_what_was_asked():
     summary = {"examples": 5, "evaluated": EVALUATED}
-    assert asked_in({"examples": 5}) == ""
-    assert asked_in(summary) == asked_in(summary | {"evaluated": EVALUATED | {"data": "elsewhere", "own": True}})
+    assert questions_digest({"examples": 5}) == ""
+    assert questions_digest(summary) == questions_digest(
+        summary | {"evaluated": EVALUATED | {"data": "elsewhere", "own": True}}
+    )
     for other in ({"questions": "b"}, {"style": "chat"}, {"options": {"n": 1}}, {"max_new_tokens": 9}):
-        assert asked_in(summary | {"evaluated": EVALUATED | other}) != asked_in(summary)
-    assert asked_in(summary | {"examples": 4}) != asked_in(summary)
+        assert questions_digest(summary | {"evaluated": EVALUATED | other}) != questions_digest(summary)
+    assert questions_digest(summary | {"examples": 4}) != questions_digest(summary)
 
 
 def test_measures_get_other_names_only_where_questions_differ():
     same = dict.fromkeys("abc", 0)
-    assert suffixes({"a": "11", "b": "11", "c": ""}, same) == {"a": "", "b": "", "c": ""}
-    apart = suffixes({"a": "1111111", "b": "2222222", "c": ""}, same)
+    assert column_suffixes({"a": "11", "b": "11", "c": ""}, same) == {"a": "", "b": "", "c": ""}
+    apart = column_suffixes({"a": "1111111", "b": "2222222", "c": ""}, same)
     assert apart == {"a": " (questions 111111)", "b": " (questions 222222)", "c": " (questions not recorded)"}
 
 
@@ -35,9 +37,9 @@ def test_questions_that_each_seed_draws_share_a_column():
     """As reasoning-gym's: arms are compared seed by seed."""
     asked = {"lora 0": "11", "na 0": "11", "lora 1": "22", "na 1": "22"}
     seeds = {"lora 0": 0, "na 0": 0, "lora 1": 1, "na 1": 1}
-    assert set(suffixes(asked, seeds).values()) == {""}
+    assert set(column_suffixes(asked, seeds).values()) == {""}
     assert notes([(seeds[run], asked[run]) for run in asked], []) == []
-    assert len(set(suffixes(asked | {"na 1": "33"}, seeds).values())) == 3
+    assert len(set(column_suffixes(asked | {"na 1": "33"}, seeds).values())) == 3
 
 
 def test_notes_say_what_cannot_be_compared():
@@ -56,10 +58,10 @@ def test_an_evaluation_on_other_data_does_not_replace_the_runs_own(tmp_path):
     other = own | {"target_loss": {"value": 9.0}, "evaluated": EVALUATED | {"questions": "b", "own": False}}
     (place / "evaluations/t/adapted-1/losses.json").write_text(json.dumps(own))
     (place / "evaluations/t/adapted-9/losses.json").write_text(json.dumps(other))
-    assert is_other_than_trained(other)
+    assert is_on_other_data(other)
     found = Store(tmp_path).result("run")
     assert found.losses == {TEST: 1.0}
-    assert found.asked == {TEST: asked_in(own)}
+    assert found.questions == {TEST: questions_digest(own)}
 
 
 @pytest.fixture
