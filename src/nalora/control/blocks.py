@@ -24,8 +24,8 @@ from nalora.activations import Activation
 from nalora.control.replica import OUTPUT, Replica, feature_sizes
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.models.moe_targets import rewritten_names, shortened
 from nalora.models.peft_names import in_base
+from nalora.models.target_modules import rewritten_names, shortest_suffixes
 
 # PEFT's LoRA variants that keep plain factors A and B; DoRA only adds a magnitude beside them.
 _ALLOWED_VARIANTS = ("Dora",)
@@ -140,7 +140,7 @@ def _find_blocks(model: nn.Module) -> Discovery:
         tuple(blocks),
         refused,
         others,
-        bare=tuple(shortened(bare, base)),
+        bare=tuple(shortest_suffixes(bare, base)),
         rewrites=bool(rewritten_names(base)),
         experts=_expert_parameter(model),
     )

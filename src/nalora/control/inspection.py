@@ -21,14 +21,7 @@ from nalora.errors import NALoRAError
 from nalora.models import loading, smollm2
 from nalora.models.dequantised import gguf_config
 from nalora.models.kinds import refuse_unless_it_writes
-from nalora.models.moe_targets import name_exactly
-from nalora.models.target_modules import (
-    first_sentence,
-    leave_out_routers,
-    linear_names,
-    refuse_names_of_nothing,
-    refused,
-)
+from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 _ADAPTER_FILE = "adapter_config.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -81,10 +74,8 @@ def inspect_model(
     else:
         base = lora.base_model_name_or_path
     skeleton = _build(base)
-    refuse_names_of_nothing(skeleton, target_modules)
     if base == model:
-        name_exactly(lora, skeleton)
-        leave_out_routers(lora, skeleton)
+        resolve_targets(lora, skeleton)
     wrapped = _wrap(skeleton, lora, model)
     found = find_blocks(wrapped)
     return Inspection(
@@ -210,5 +201,5 @@ def _wrap(skeleton: nn.Module, lora: Any, model: str) -> nn.Module:
     try:
         wrapped: nn.Module = peft.get_peft_model(skeleton, lora, low_cpu_mem_usage=True)
     except Exception as error:
-        raise refused(model, skeleton, names, error) from error
+        raise peft_error(model, skeleton, names, error) from error
     return wrapped

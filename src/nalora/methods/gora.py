@@ -29,8 +29,8 @@ from nalora.files import atomic
 from nalora.methods.gradients import reduce_mean_gradients, refuse_not_positive
 from nalora.methods.lora import LoRA, lora_layers
 from nalora.methods.method import Adapter, Start
-from nalora.models.moe_targets import name_exactly
 from nalora.models.peft_names import ADAPTER, in_base
+from nalora.models.target_modules import resolve_targets
 
 # In the run's folder: a resumed run has these ranks and numbers, wherever the cache of gradients went.
 START_FILE = "gora.safetensors"
@@ -89,7 +89,7 @@ class GoRA(LoRA):
             model = asked.unload()
         pattern = rank_pattern({name: a.shape[0] for name, (a, _) in factors.items()})
         config = peft.LoraConfig(**self.config_settings(adapter), rank_pattern=pattern)
-        name_exactly(config, model)
+        resolve_targets(config, model)
         wrapped: nn.Module = peft.get_peft_model(model, config)
         _put(wrapped, factors)
         _keep(factors, start.folder)

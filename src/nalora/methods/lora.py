@@ -12,9 +12,8 @@ from torch import nn
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
-from nalora.models.moe_targets import name_exactly, shortened
 from nalora.models.peft_names import in_base
-from nalora.models.target_modules import leave_out_routers, linear_names, refuse_names_of_nothing, refused
+from nalora.models.target_modules import linear_names, peft_error, resolve_targets, shortest_suffixes
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,12 @@ class LoRA(Method):
 
         torch.manual_seed(start.seed)
         config = self.config(adapter, start)
-        refuse_names_of_nothing(model, adapter.target_modules)
-        name_exactly(config, model)
-        leave_out_routers(config, model)
+        resolve_targets(config, model)
         names = linear_names(model)
         try:
             wrapped: nn.Module = peft.get_peft_model(model, config)
         except ValueError as error:  # how PEFT says that it found no layer, or none that it can adapt
-            raise refused(f"target_modules: {adapter.target_modules}", model, names, error) from error
+            raise peft_error(f"target_modules: {adapter.target_modules}", model, names, error) from error
         refuse_rank_above_dimension(wrapped)
         self.initialise(wrapped, adapter, start)
         return wrapped
@@ -104,7 +101,7 @@ def leave_out(model: nn.Module, refused: Collection[str]) -> str:
     others = [in_base(name) for name, layer in lora_layers(model) if name not in refused and feature_sizes(layer)]
     if not others:
         return "use another method"
-    return f"leave such layers out, with target_modules: [{', '.join(shortened(others, base_of(model)))}]"
+    return f"leave such layers out, with target_modules: [{', '.join(shortest_suffixes(others, base_of(model)))}]"
 
 
 METHODS = (LoRA,)

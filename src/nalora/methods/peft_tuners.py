@@ -13,9 +13,8 @@ from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
-from nalora.models.moe_targets import name_exactly
 from nalora.models.peft_names import ADAPTER
-from nalora.models.target_modules import first_sentence, linear_names, refuse_names_of_nothing, refused
+from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 PREFIX = "peft/"
 # A run's own settings stand for these fields, whatever a tuner calls them.
@@ -46,16 +45,15 @@ class PeftTuner(Method):
         import peft
 
         torch.manual_seed(start.seed)
-        refuse_names_of_nothing(model, adapter.target_modules)
         names = linear_names(model)
         try:
             config = self.config(adapter)
-            name_exactly(config, model)
+            resolve_targets(config, model)
             wrapped: nn.Module = peft.get_peft_model(model, config)
             self._load_again(wrapped)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
             if "target modules" in str(error).lower():
-                raise refused(f"method {self.name!r}", model, names, error) from error
+                raise peft_error(f"method {self.name!r}", model, names, error) from error
             raise NALoRAError(
                 f"method {self.name!r}",
                 found=f"settings that PEFT refuses ({first_sentence(error)})",

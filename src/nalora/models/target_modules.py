@@ -1,86 +1,51 @@
-"""The layers that an adapter is asked for, where PEFT does not find them or cannot adapt them."""
+"""Which layers an adapter is added to, where PEFT would not find them, would adapt others, or would raise.
+
+For some mixture-of-experts models (Qwen3-MoE, DeepSeek-V3, GLM-4-MoE, …) PEFT 0.21 turns every target that ends in
+`gate_proj`, `up_proj`, `down_proj` or `gate` into the parameters of all experts, because that is where those weights
+were in older checkpoints. Dense layers and shared experts of the same names are then left without an adapter, and a
+regular expression for one layer adapts the experts of the others. A linear layer can still be adapted as a parameter:
+`target_parameters=["layers.0.mlp.gate_proj.weight"]`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean, first_line
-from nalora.models.moe_targets import rewritten_names
+
+# The expert parameter that holds gate and up, so that one cannot be adapted without the other.
+_GATE_AND_UP = "gate_up_proj"
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """How the linear layers of a model are called, each name once: what target_modules may name."""
-    # GPT-2's are Conv1D, which are linear layers with their weights the other way around.
+    """Return the last part of the names of all linear layers, without repetitions: what target_modules may name."""
+    # GPT-2's Conv1D is a linear layer with a transposed weight.
     linears = (
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     )
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    return list(dict.fromkeys(map(_leaf, linears)))
 
 
-def leave_out_routers(config: Any, model: nn.Module) -> None:
-    """Let "all-linear" pass over routers that are linear layers by class but answer with a tuple (Phi-MoE, Llama 4).
-
-    PEFT would adapt them, and the first forward pass would fail.
-    """
-    if config.target_modules != "all-linear":
-        return
-    routers = [name for name, module in model.named_modules() if _answers_with_a_tuple(module)]
-    if routers:
-        config.exclude_modules = [*(config.exclude_modules or ()), *routers]
-
-
-@torch.no_grad()
-def _answers_with_a_tuple(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Linear) or not type(module).__module__.startswith("transformers.models."):
-        return False
-    try:
-        return isinstance(module(module.weight.new_zeros(1, module.in_features)), tuple)
-    except Exception:  # it wants other inputs: PEFT's own refusal will do
-        return False
-
-
-def refuse_names_of_nothing(model: nn.Module, targets: str | Sequence[str]) -> None:
-    """Refuse a list of which PEFT would adapt a part and pass over the rest without a word.
-
-    Raises:
-        NALoRAError: a name that no layer of the model has or ends in.
-    """
-    if isinstance(targets, str):  # a pattern, or all-linear
-        return
-    layers = [f".{name}" for name, _ in model.named_modules()]
-    for target in targets:
-        if not any(name.endswith(f".{target}") for name in layers):
-            names = linear_names(model)
-            alone = len(targets) == 1
-            otherwise = "leave target_modules out to adapt every linear layer" if alone else f"leave {target} out"
-            raise NALoRAError(
-                f"target_modules: {list(targets)}",
-                found=f"no layer called {target}",
-                expected=f"target modules among {', '.join(names)}",
-                fix=did_you_mean(target, names, otherwise),
-            )
-
-
-def refused(where: str, model: nn.Module, names: list[str], error: Exception) -> NALoRAError:
-    """PEFT's refusal of a LoRA config, with what it would take.
+def peft_error(where: str, model: nn.Module, names: list[str], error: Exception) -> NALoRAError:
+    """Return an error that explains why PEFT rejected a LoRA config, and which targets it would accept.
 
     Args:
-        where: the model, or the setting, that the problem is about.
-        model: that was to be wrapped.
-        names: of the model's linear layers, before PEFT began to wrap it.
-        error: PEFT's.
+        where: the model or the setting that the problem is about.
+        model: the model that was to be wrapped.
+        names: its `linear_names` before PEFT began to wrap it.
+        error: PEFT's exception.
     """
     expected = f"target modules among {', '.join(names)}"
     fix = "name some of those, or leave target_modules out to adapt every linear layer"
     if "incompatible with Mamba" in str(error):
-        # Their fused kernels read the weights of these layers and never call them.
+        # Mamba's fused kernels read the weights of these layers and never call the layers.
         incompatible = set(re.findall(r"'(\w+)'", str(error)))
         fix = f"name layers that it can adapt: {_without(names, incompatible)}"
     elif "ParamWrapper does not work with lora_dropout" in str(error):
@@ -94,11 +59,148 @@ def refused(where: str, model: nn.Module, names: list[str], error: Exception) ->
     )
 
 
-def _without(names: list[str], but: set[str]) -> str:
-    """A list of layers without some, and without the head, which no adapter is on unless it is named."""
-    return ", ".join(name for name in names if name not in {*but, "lm_head"})
+def _without(names: list[str], excluded: set[str]) -> str:
+    """Join the names except the excluded ones and the head, which is adapted only if it is named."""
+    return ", ".join(name for name in names if name not in {*excluded, "lm_head"})
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error says first, without its full stop; of a heading that ends in a colon, the line below it, too."""
+    """Return the first sentence of an error's message without its full stop, or the error's type."""
     return re.split(r"\.\s", first_line(error))[0].rstrip(".:") or type(error).__name__
+
+
+def rewritten_names(model: nn.Module) -> Mapping[str, str]:
+    """Return the layer names that PEFT rewrites in this model, each with its parameter; empty for most models."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+
+        family = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+        names: Mapping[str, str] = conversion._MOE_TARGET_MODULE_MAPPING.get(family, {})
+    except (ImportError, AttributeError):  # another version of PEFT, which may not rewrite names
+        return {}
+    return names
+
+
+def resolve_targets(config: Any, model: nn.Module) -> None:
+    """Change a PEFT config so that the layers it names are adapted, and no others, where PEFT would do otherwise.
+
+    Raises:
+        NALoRAError: no layer has one of the names, or one half of a fused expert parameter is named.
+    """
+    targets = getattr(config, "target_modules", None)
+    if targets == "all-linear" and hasattr(config, "exclude_modules"):
+        # Some routers subclass nn.Linear but return a tuple (Phi-MoE, Llama 4): with an adapter they would raise.
+        routers = [name for name, module in model.named_modules() if _returns_tuple(module)]
+        config.exclude_modules = [*(config.exclude_modules or ()), *routers] or config.exclude_modules
+    elif targets and not isinstance(targets, str):
+        _check_names(model, sorted(targets))
+    mapping = rewritten_names(model)
+    if not mapping or config.peft_type != "LORA" or not targets:
+        return
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    parameters = set(config.target_parameters or ())
+    if targets == "all-linear":
+        # PEFT adapts attention, routers and experts; the dense layers of the same names are missing.
+        parameters |= {f"{name}.weight" for name in linears if _leaf(name) in mapping}
+        config.target_parameters = shortest_suffixes(parameters, model)
+        return
+    is_target = _matcher(targets)
+    modules = [name for name, _ in model.named_modules() if is_target(name)]
+    experts, halves = _targeted_experts(model, mapping, is_target)
+    weights = {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    dense = {f"{name}.weight" for name in modules if _leaf(name) in mapping and f"{name}.weight" in weights}
+    if not experts and not modules:
+        return  # PEFT's own error explains that no layer has such a name
+    if halves:
+        raise _half_of_parameter(targets, halves, mapping, shortest_suffixes(dense, model))
+    config.target_parameters = shortest_suffixes(parameters | dense | experts, model)
+    if isinstance(targets, str):
+        others = shortest_suffixes((name for name in modules if name in linears and _leaf(name) not in mapping), model)
+    else:
+        others = [target for target in targets if _leaf(target) not in mapping]
+    config.target_modules = set(others)
+    if any(_leaf(name) == _GATE_AND_UP for name in experts):
+        # As PEFT does: the rank that gate and up would have had each, at the same scaling.
+        pattern = rf".*\.{_GATE_AND_UP}"
+        config.rank_pattern = {pattern: 2 * config.r, **(config.rank_pattern or {})}
+        config.alpha_pattern = {pattern: 2 * config.lora_alpha, **(config.alpha_pattern or {})}
+
+
+def _check_names(model: nn.Module, targets: list[str]) -> None:
+    """Check that every target matches a layer: PEFT silently ignores one that does not if another one does."""
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in layers):
+            names = linear_names(model)
+            alone = len(targets) == 1
+            otherwise = "leave target_modules out to adapt every linear layer" if alone else f"leave {target} out"
+            raise NALoRAError(
+                f"target_modules: {targets}",
+                found=f"no layer called {target}",
+                expected=f"target modules among {', '.join(names)}",
+                fix=did_you_mean(target, names, otherwise),
+            )
+
+
+@torch.no_grad()
+def _returns_tuple(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear) or not type(module).__module__.startswith("transformers.models."):
+        return False
+    try:
+        return isinstance(module(module.weight.new_zeros(1, module.in_features)), tuple)
+    except Exception:  # it needs other inputs: PEFT's own error is clear enough
+        return False
+
+
+def shortest_suffixes(names: Iterable[str], model: nn.Module) -> list[str]:
+    """Shorten names to the part after the layer's number, wherever all modules and parameters with it are named."""
+    names = set(names)
+    known = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_modules()]
+    short: set[str] = set()
+    for name in names:
+        suffix = re.split(r"(?:^|\.)\d+\.", name)[-1]
+        matching = {other for other in known if other == suffix or other.endswith(f".{suffix}")}
+        short.add(suffix if matching and matching <= names else name)
+    return sorted(short)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _matcher(targets: Any) -> Callable[[str], bool]:
+    """Return PEFT's rule: a regular expression matches the whole name, an entry of a list its ending."""
+    if isinstance(targets, str):
+        return lambda name: re.fullmatch(targets, name) is not None
+    return lambda name: any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _targeted_experts(
+    model: nn.Module, mapping: Mapping[str, str], is_target: Callable[[str], bool]
+) -> tuple[set[str], set[str]]:
+    """Return the expert parameters that the targets match, and the old names of which only one half is matched."""
+    experts: set[str] = set()
+    halves: set[str] = set()
+    for name in (name for name, parameter in model.named_parameters() if parameter.ndim == 3):
+        container, _, leaf = name.rpartition(".")
+        old_names = [old for old, new in mapping.items() if new == leaf]
+        # The name of the layer today, and the name of one expert's layer in older checkpoints.
+        matched = [old for old in old_names if is_target(f"{container}.{old}") or is_target(f"{container}.0.{old}")]
+        if is_target(name) or (matched and len(matched) == len(old_names)):
+            experts.add(name)
+        else:
+            halves |= set(matched)
+    return experts, halves
+
+
+def _half_of_parameter(targets: Any, halves: set[str], mapping: Mapping[str, str], dense: list[str]) -> NALoRAError:
+    whole = {mapping[half] for half in halves}
+    missing = ", ".join(sorted(name for name, new in mapping.items() if new in whole and name not in halves))
+    layers = ", ".join(name.removesuffix(".weight") for name in dense)
+    return NALoRAError(
+        f"target_modules: {targets if isinstance(targets, str) else sorted(targets)}",
+        found=f"{', '.join(sorted(halves))} without {missing}, which are one parameter in this model's experts",
+        expected="both, or names that do not match the experts",
+        fix=f"add {missing}" + (f", or name the layers outside the experts: {layers}" if layers else ""),
+    )
