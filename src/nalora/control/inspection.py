@@ -18,9 +18,9 @@ from nalora.config import NALoRAConfig
 from nalora.control.blocks import find_blocks
 from nalora.control.plan import Plan, make_plan
 from nalora.errors import NALoRAError
-from nalora.models import loading, smollm2
-from nalora.models.dequantised import gguf_config
-from nalora.models.kinds import refuse_unless_it_writes
+from nalora.models.compatibility import check_generates_text
+from nalora.models.gguf_cache import gguf_config
+from nalora.models.loading import gguf_file
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 _ADAPTER_FILE = "adapter_config.json"
@@ -91,7 +91,7 @@ def _why_not_trained(model: str, skeleton: nn.Module) -> str | None:
     """What `nalora train` says of a model that no task can use; None where some can."""
     try:
         # Of all tasks of texts, those of encoder-decoders refuse the fewest models.
-        refuse_unless_it_writes(model, "seq2seq", skeleton.config)
+        check_generates_text(model, "seq2seq", skeleton.config)
     except NALoRAError as error:
         return f"found {error.found}; expected {error.expected}"
     return None
@@ -164,10 +164,9 @@ def _refuse_endless(config: Any, model: str) -> None:
 
 
 def _read_config(model: str) -> Any:
+    if (gguf := gguf_file(model)) is not None:
+        return gguf_config(gguf)  # from the file's header: no dense weights are made for this
     path = Path(model).expanduser()
-    if model in loading.NAMED or path.suffix == ".gguf":
-        # A GGUF file's header holds the config: no dense weights are made for this.
-        return gguf_config(smollm2.find_gguf() if model in loading.NAMED else path)
     hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
     if not path.exists() and not hub:
         raise _no_model(model, "no such file or folder")

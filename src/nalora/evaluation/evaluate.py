@@ -19,7 +19,7 @@ from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.evaluation.records import Records
 from nalora.models.loading import Loaded
-from nalora.models.positions import position_limit, refuse_longer
+from nalora.models.positions import check_length, position_limit
 from nalora.runs.encoding import Encoder
 from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
@@ -103,7 +103,7 @@ def _refuse_too_long(loaded: Loaded, task: Task, examples: Sequence[Example], st
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(each) if each.target else {"": encoder.prompt([encoder.question(each)])} for each in examples]
     longest = max(len(ids) for row in rows for ids in row.values())
-    refuse_longer(loaded.model, longest, f"task {task.name!r}", "use a model with more than {limit} positions")
+    check_length(loaded.model, longest, f"task {task.name!r}", "use a model with more than {limit} positions")
 
 
 def _keep(path: Path, summary: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from nalora.evaluation.batches import of_like_length
 from nalora.evaluation.static_generation import write_greedily
 from nalora.models.attention import is_plain_decoder
-from nalora.models.positions import position_limit, refuse_longer
+from nalora.models.positions import check_length, position_limit
 from nalora.runs.encoding import Encoder
 from nalora.tasks import Answer, Example
 
@@ -122,9 +122,7 @@ class Writer:
 
     def _refuse_longer(self, longest: int) -> None:
         room = 1 if self.encoder.kind == "causal" else 0
-        refuse_longer(
-            self.model, longest + room, "the longest question", "use a model with more than {limit} positions"
-        )
+        check_length(self.model, longest + room, "the longest question", "use a model with more than {limit} positions")
 
     def _padded(self, row: list[int], value: int, length: int) -> list[int]:
         pads = [value] * (length - len(row))

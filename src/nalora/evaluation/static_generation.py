@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.distributed.wrappers import base_of
-from nalora.models.attention import grouped
+from nalora.models.attention import grouped_attention
 
 # Tokens written between two looks at which rows have ended; each look waits for the GPU.
 _BETWEEN_LOOKS = 16
@@ -80,7 +80,7 @@ def write_greedily(
         stops: whether a row may stop for what it wrote so far; asked now and then.
     """
     inner = base_of(model)
-    with grouped(model):
+    with grouped_attention(model):
         written = torch.full((len(ids), max_new_tokens), pad, device=ids.device)
         end_tokens = torch.tensor(list(ends), device=ids.device)
         prompt, longest = ids.shape[1], _aligned(ids.shape[1] + max_new_tokens)

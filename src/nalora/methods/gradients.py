@@ -22,7 +22,7 @@ from nalora.methods import gradient_cache
 from nalora.methods.gradient_cache import Reduced
 from nalora.methods.lora import leave_out, lora_layers
 from nalora.methods.method import Batch, Start
-from nalora.models.key_value_cache import without_cache
+from nalora.models.attention import without_cache
 
 # (a layer's name, the PEFT layer, its mean gradient in float32: outputs × inputs) to the tensors worth keeping.
 Reduce = Callable[[str, Any, Tensor], dict[str, Tensor]]

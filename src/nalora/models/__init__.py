@@ -1,1 +1,1 @@
-"""Real models that work without a hub."""
+"""Load models, check them and name their layers."""

@@ -1,11 +1,12 @@
-"""Attention that does less for the same result, where transformers cannot know that less is enough.
+"""Temporary changes to a model's attention: fewer operations with the same result, or no key-value cache.
 
-`grouped` writes: for one new token and heads that share keys and values, transformers copies these for every head where
-there is a mask; for three heads to one, seven times the memory traffic that the attention itself needs.
+`grouped_attention` is for generation: for one new token and heads that share keys and values, transformers repeats keys
+and values for every head if there is a mask. With three heads for each key that is seven times the memory traffic that
+attention itself needs.
 
-`unmasked` trains: a causal model's tokens never see the pads behind them, so a batch that is padded on the right needs
-no mask. Inside a CUDA graph transformers cannot look at one to see that, and with a mask attention copies shared keys
-and takes a slower kernel.
+`unmasked_attention` is for training: tokens of a causal model never attend to padding on their right, so a batch padded
+on the right needs no mask. Inside a CUDA graph transformers cannot inspect a mask to detect this; with a mask attention
+repeats shared keys and uses a slower kernel.
 """
 
 from __future__ import annotations
@@ -20,39 +21,37 @@ from torch import Tensor, nn
 
 from nalora.distributed.wrappers import base_of
 
-_GROUPED, _UNMASKED = "nalora_grouped_sdpa", "nalora_unmasked_sdpa"
-
 
 def is_plain_decoder(model: nn.Module) -> bool:
-    """Whether every layer attends to all positions before a token and can cache them: a decoder without windows."""
+    """Return whether every layer attends to all earlier positions and can cache them: a decoder without windows."""
     inner = base_of(model)
     config = getattr(inner, "config", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    takes = inspect.signature(inner.forward).parameters
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    parameters = {*inspect.signature(inner.forward).parameters}
     static = bool(getattr(inner, "_can_compile_fullgraph", False))
-    sliding = getattr(config, "sliding_window", None) is not None
-    return static and kinds == {"full_attention"} and not sliding and {"past_key_values", "logits_to_keep"} <= {*takes}
+    full = layer_types == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    return static and full and {"past_key_values", "logits_to_keep"} <= parameters
 
 
-def grouped(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Let a plain decoder read shared keys where they lie, where it would have used `sdpa`."""
+def grouped_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let a plain decoder that uses `sdpa` read shared keys and values without repeating them."""
     from transformers.masking_utils import sdpa_mask
 
-    return _attending(model, _GROUPED, attend, sdpa_mask)
+    return _attention(model, "nalora_grouped_sdpa", grouped_sdpa, sdpa_mask)
 
 
-def unmasked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Let a plain decoder attend without a mask, where it would have used `sdpa`: for batches padded on the right."""
+def unmasked_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Let a plain decoder that uses `sdpa` attend without a mask, for batches padded on the right."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return _attending(model, _UNMASKED, sdpa_attention_forward, lambda *_, **__: None)
+    return _attention(model, "nalora_unmasked_sdpa", sdpa_attention_forward, lambda *_, **__: None)
 
 
 @contextlib.contextmanager
-def _attending(
+def _attention(
     model: nn.Module, name: str, attention: Callable[..., Any], mask: Callable[..., Tensor | None]
 ) -> Iterator[None]:
-    """An attention and the mask it is given, for the moment, by a name that transformers then knows."""
+    """Register an attention function and its mask function with transformers, and use them inside the context."""
     inner: Any = base_of(model)
     before = getattr(getattr(inner, "config", None), "_attn_implementation", None)
     if before != "sdpa" or not is_plain_decoder(model):
@@ -69,18 +68,18 @@ def _attending(
         inner.set_attn_implementation(before)
 
 
-def attend(
+def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' `sdpa` computes.
+    """Compute transformers' `sdpa` attention.
 
     Args:
         module: the attention layer.
         query: batch × heads × tokens × size.
-        key: batch × groups × positions × size, a group for as many heads that stand beside each other.
-        value: likewise.
-        attention_mask: which positions are seen, None for all.
-        options: as transformers gives them.
+        key: batch × groups × positions × size; consecutive heads share a group.
+        value: of the same shape as `key`.
+        attention_mask: which positions are attended to; None for all.
+        options: transformers' other arguments.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -89,9 +88,26 @@ def attend(
     if tokens > 1 or heads == groups or attention_mask is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output
-    # A group's heads see the same positions, so they can be asked as that many tokens of one head.
-    asked = query.reshape(batch, groups, heads // groups, size)
+    # All heads of a group attend to the same positions, so they are computed as several tokens of one head.
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        asked, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+        query.reshape(batch, groups, heads // groups, size),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=options.get("scaling"),
     )
     return mixed.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Turn the key-value cache of generation off: with it transformers does not keep packed examples separate."""
+    config: Any = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if use_cache:
+            config.use_cache = use_cache

@@ -1,4 +1,4 @@
-"""CLIP as a classifier of pictures: the frozen text tower's view of the class names is the head of the vision tower."""
+"""CLIP as an image classifier: the frozen text tower's embeddings of the class names are the vision tower's head."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 
 class CLIPClassifier(nn.Module):
-    """Class scores of images as CLIP gives them: logit scale × cosine to each prompt's embedding.
+    """Class scores of images as CLIP computes them: logit scale × cosine to each prompt's embedding.
 
-    The text tower runs once, here, and is not kept: whatever is adapted or trained is the vision tower's. Layers
-    have the names they have in the CLIPModel, so that an adapter trained here loads there.
+    The text tower runs once, here, and is not kept: only the vision tower can be adapted or trained. Layers keep their
+    names in the CLIPModel, so that an adapter trained here loads there.
 
     Args:
-        clip: a `transformers.CLIPModel`; its vision tower is used as it is, not copied.
-        tokenizer: the one that belongs to it.
+        clip: a `transformers.CLIPModel`; its vision tower is shared, not copied.
+        tokenizer: CLIP's tokenizer.
         prompts: one for each class, such as `ImageTask.prompts()`.
     """
 
     head: Tensor
     logit_scale: Tensor
-    # Tells a Trainer to say how many images its step has.
+    # Lets a Trainer pass num_items_in_batch to `forward`.
     accepts_loss_kwargs = True
 
     def __init__(self, clip: Any, tokenizer: Any, prompts: Sequence[str]) -> None:
         super().__init__()
-        # PEFT writes the name into the adapter's configuration. Not the configuration too: it would take this for a
-        # transformers model and look for a prefix of names that a plain module has not.
+        # PEFT writes this name into the adapter's configuration. With a `config` as well PEFT would take this for a
+        # transformers model and look for a base_model_prefix, which a plain module does not have.
         self.name_or_path = clip.name_or_path
         self.vision_model = clip.vision_model
         self.visual_projection = clip.visual_projection
@@ -40,12 +40,16 @@ class CLIPClassifier(nn.Module):
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, num_items_in_batch: Tensor | int | None = None
     ) -> ImageClassifierOutput:
-        """The scores as `logits`, one row an image, and with labels the cross-entropy as `loss`.
+        """Return the scores as `logits`, one row per image, and with labels the cross-entropy as `loss`.
 
-        The loss is the mean over these images, or this pass's share of the mean over the `num_items_in_batch` of a
-        step: a mean of passes' means would count images more where the last pass has fewer.
+        The loss is the sum over the images divided by `num_items_in_batch`, the number of images of a whole step, or
+        by the number of these images: a mean of means would weight the images of a smaller last pass more.
         """
-        images = self.visual_projection(self._seen(pixel_values))
+        # CLIP's attention cannot process an empty batch, but every process has to call every layer: it then gets one
+        # black image, which is dropped again. It has no label, so NA-LoRA's statistics do not count it.
+        count = len(pixel_values)
+        inputs = pixel_values if count else pixel_values.new_zeros(1, *pixel_values.shape[1:])
+        images = self.visual_projection(self.vision_model(pixel_values=inputs).pooler_output[:count])
         logits = self.logit_scale * nn.functional.normalize(images, dim=-1) @ self.head.T
         loss = None
         if labels is not None:
@@ -53,21 +57,10 @@ class CLIPClassifier(nn.Module):
             loss = nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / items
         return ImageClassifierOutput(loss=loss, logits=logits)
 
-    def _seen(self, pixel_values: Tensor) -> Tensor:
-        """The vision tower's view of each picture, also of none: every process has to go through every layer.
-
-        CLIP's attention cannot take no picture, so it sees a black one, which then is left out; no label says that it
-        counts, so NA-LoRA's statistics leave it out as well.
-        """
-        count = len(pixel_values)
-        shown = pixel_values if count else pixel_values.new_zeros(1, *pixel_values.shape[1:])
-        pooled: Tensor = self.vision_model(pixel_values=shown).pooler_output
-        return pooled[:count]
-
 
 @torch.no_grad()
 def zero_shot_head(clip: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 64) -> Tensor:
-    """The text tower's embeddings of the prompts at length one, a row each."""
+    """Return the text tower's embeddings of the prompts, normalised, one row per prompt."""
     was_training = clip.training
     clip.eval()
     longest = clip.config.text_config.max_position_embeddings
@@ -82,45 +75,43 @@ def zero_shot_head(clip: Any, tokenizer: Any, prompts: Sequence[str], batch_size
 
 
 class PictureCollator:
-    """Makes a batch of pictures, each with its `label` and the image as `rgb()`.
-
-    A blank (None) is left out: a batch of blanks alone has no picture, and nothing in it counts.
+    """Makes batches of pictures, which have a `label` and return their image from `rgb()`; skips None.
 
     Args:
         processor: CLIP's image processor.
     """
 
-    # Whether None may stand in the place of a picture.
+    # The dataset may contain None in place of a picture.
     takes_blanks: ClassVar[bool] = True
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
 
     def __call__(self, pictures: Sequence[Any]) -> dict[str, Tensor]:
-        """The arguments of `CLIPClassifier.forward`."""
+        """Return the arguments of `CLIPClassifier.forward`."""
         import PIL.Image
 
-        real = [each for each in pictures if each is not None]
-        # Of any picture the processor makes pixels of the right size.
-        images = [each.rgb() for each in real] or [PIL.Image.new("RGB", (8, 8))]
+        real = [picture for picture in pictures if picture is not None]
+        # For a batch without pictures the processor resizes a blank one, so that the shape of the pixels is known.
+        images = [picture.rgb() for picture in real] or [PIL.Image.new("RGB", (8, 8))]
         pixels = self.processor(images=images, return_tensors="pt")["pixel_values"][: len(real)]
-        return {"pixel_values": pixels, "labels": torch.tensor([each.label for each in real], dtype=torch.long)}
+        return {"pixel_values": pixels, "labels": torch.tensor([picture.label for picture in real], dtype=torch.long)}
 
 
 @torch.no_grad()
-def classified(
+def classify(
     model: nn.Module, pictures: Sequence[Any], processor: Any, batch_size: int = 64
 ) -> list[tuple[int, float]]:
-    """(the label that a `CLIPClassifier` gives, −log p of the right one) of each picture, in evaluation mode."""
+    """Return (predicted label, −log p of the correct label) of each picture, computed in evaluation mode."""
     collate = PictureCollator(processor)
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    found: list[tuple[int, float]] = []
+    results: list[tuple[int, float]] = []
     for start in range(0, len(pictures), batch_size):
-        batch = {name: each.to(device) for name, each in collate(pictures[start : start + batch_size]).items()}
+        batch = {name: tensor.to(device) for name, tensor in collate(pictures[start : start + batch_size]).items()}
         logits = model(pixel_values=batch["pixel_values"]).logits
         losses = nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
-        found += zip(logits.argmax(-1).tolist(), losses.tolist(), strict=True)
+        results += zip(logits.argmax(-1).tolist(), losses.tolist(), strict=True)
     model.train(was_training)
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""A file's content as a short name: SHA-256, read once in a process for as long as the file stays as it is."""
+"""The SHA-256 of a file's content, computed once per process for as long as the file does not change."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from pathlib import Path
 
 _CHUNK = 1 << 20
-# A file as new as this can change once more without a trace: clocks of file systems tick in up to 2 s (FAT).
+# A file newer than this may change again without a new time: clocks of file systems tick in up to 2 s (FAT).
 _TICK = 2_000_000_000
 _digests: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def digest_of_file(path: Path) -> str:
-    """By content, which is read once in this process for as long as the file stays as it is."""
-    found = os.stat(path)
-    state = (str(path.resolve()), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    """Return the SHA-256 of the file's content in hexadecimal."""
+    status = os.stat(path)
+    state = (str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if state in _digests:
         return _digests[state]
-    settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > _TICK
+    settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _TICK
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

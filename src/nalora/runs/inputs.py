@@ -15,7 +15,7 @@ from nalora.errors import counted
 from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Loaded
-from nalora.models.positions import refuse_longer, trained_positions
+from nalora.models.positions import check_length, trained_positions
 from nalora.runs.encoding import Collator, Encoder, TrainingRows, encode
 from nalora.runs.packed_examples import refuse_encoder_decoder, refuse_unless_kept_apart
 from nalora.runs.settings import RunSettings
@@ -29,7 +29,7 @@ def kind_of(task: Task, settings: RunSettings) -> str:
     """Which kind of model the task gets: for a task that several kinds can do, the one this model is."""
     if len(task.models) == 1 or settings.model in loading.NAMED:
         return "causal" if settings.model in loading.NAMED and "causal" in task.models else task.models[0]
-    config = loading.config_of(settings.model_spec(task.models[0]))
+    config = loading.read_config(settings.model_spec(task.models[0]))
     if config is None:  # loading says what is wrong, with the fix
         return task.models[0]
     wanted = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
@@ -95,7 +95,7 @@ def _encoded(examples: Sequence[Example], loaded: Loaded, settings: RunSettings)
         limit=settings.train_limit,
     )
     multiple = _GRAPH_MULTIPLE if settings.cuda_graphs else 1
-    refuse_longer(
+    check_length(
         loaded.model,
         math.ceil(rows.longest / multiple) * multiple,
         f"max_length: {settings.max_length}",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
-from nalora.models.key_value_cache import without_cache
+from nalora.models.attention import without_cache
 from nalora.runs.encoding import Collator, pack
 
 # Long enough for a convolution over four tokens to see past a boundary and for a state to carry on.

@@ -162,9 +162,9 @@ class ImageTask(Task):
         return [(loss, 1) for _, loss in self._classified(loaded, examples)]
 
     def _classified(self, loaded: Loaded, examples: Sequence[Example]) -> list[tuple[int, float]]:
-        from nalora.models.clip import classified
+        from nalora.models.clip import classify
 
-        return classified(loaded.model, self.images_of(examples), loaded.processor.image_processor)
+        return classify(loaded.model, self.images_of(examples), loaded.processor.image_processor)
 
     def content(self, examples: Sequence[Example]) -> list[Any]:
         """With the prompts of the classes and the files' own content, which examples only name."""

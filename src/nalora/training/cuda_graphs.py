@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nalora.errors import NALoRAError
 from nalora.kernels.cuda_graphs import GraphedStep
-from nalora.models.attention import unmasked
+from nalora.models.attention import unmasked_attention
 from nalora.runs.settings import RunSettings
 
 _WARMUP = 2
@@ -25,7 +25,7 @@ def graph_passes(trainer: Any) -> None:
 
     def one_pass(batch: Mapping[str, Tensor]) -> Tensor:
         inputs = {name: each for name, each in batch.items() if name != "num_items_in_batch"}
-        with unmasked(trainer.model):
+        with unmasked_attention(trainer.model):
             loss: Tensor = plain(trainer.model_wrapped, inputs, batch.get("num_items_in_batch"))
         return loss
 

@@ -16,7 +16,8 @@ from nalora.distributed import processes
 from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.models.key_value_cache import without_cache
+from nalora.models.attention import without_cache
+from nalora.models.compatibility import resolve_device
 from nalora.models.loading import Loaded
 from nalora.runs import loggers
 from nalora.runs.diverged import Diverged, advice
@@ -55,7 +56,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
         Diverged: loss or gradients stayed non-finite, in this training or in the finished one that is to be resumed.
     """
     settings = run.settings
-    device = loading.usable_device(settings.device)
+    device = resolve_device(settings.device)
     loggers.refuse_missing(settings.report_to)
     processes.init_process_group(device)
     console = console if console and is_first_process() else Console(quiet=True)

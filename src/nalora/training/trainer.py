@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from nalora.distributed import processes
 from nalora.errors import NALoRAError
 from nalora.methods.optimizers import MUON, muon
-from nalora.models import loading
+from nalora.models.compatibility import best_device, default_dtype
 from nalora.runs.settings import RunSettings
 from nalora.training.cuda_graphs import graph_passes, refuse_unless_graphs_fit
 from nalora.training.length_order import LikeLengths
@@ -76,8 +76,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
 
     split = split_batch(settings)
     _refuse_liger_that_cannot_run(settings)
-    device = settings.device or loading.best_device()
-    dtype = settings.dtype or loading.default_dtype(device)
+    device = settings.device or best_device()
+    dtype = settings.dtype or default_dtype(device)
     if settings.cuda_graphs:
         refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
     steps = settings.steps or split.steps(len(dataset), settings.epochs)
@@ -143,7 +143,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
 def _refuse_liger_that_cannot_run(settings: RunSettings) -> None:
     if not settings.liger:
         return
-    device = settings.device or loading.best_device()
+    device = settings.device or best_device()
     installed = importlib.util.find_spec("liger_kernel") is not None
     if not installed or not device.startswith("cuda"):
         raise NALoRAError(

@@ -18,8 +18,8 @@ from gguf_files import SPECIAL, write_llama
 
 import nalora
 from nalora.control.inspection import inspect_model
-from nalora.models import dequantised
-from nalora.models.dequantised import dense_folder
+from nalora.models import gguf_cache
+from nalora.models.gguf_cache import dense_folder
 from nalora.models.loading import ModelSpec, load, local_source
 
 
@@ -72,8 +72,8 @@ def test_the_weights_are_the_file_s(file):
 
 def test_it_is_dequantised_once_for_each_content(file, tmp_path, monkeypatch, capsys):
     made = []
-    whole = dequantised._dequantise
-    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    whole = gguf_cache._dequantise
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
     first = dense_folder(file)
     assert capsys.readouterr().err.count("dequantising model.gguf once") == 1
     assert dense_folder(file) == first == local_source(ModelSpec(str(file)))
@@ -97,7 +97,7 @@ def test_a_damaged_copy_is_made_again_and_foreign_files_stay(file):
     (folder / "notes.md").write_text("mine")
     assert dense_folder(file) == folder
     after = {each.name: each.read_bytes() for each in folder.iterdir()}
-    manifest = dequantised._MANIFEST
+    manifest = gguf_cache._MANIFEST
     assert {**after, manifest: b""} == {**before, manifest: b"", "notes.md": b"mine"}
 
 
@@ -105,12 +105,12 @@ def test_a_cache_that_was_copied_is_still_whole(file, monkeypatch):
     folder = dense_folder(file)
     for each in folder.iterdir():
         os.utime(each, (1, 1))
-    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: pytest.fail("made again"))
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: pytest.fail("made again"))
     assert dense_folder(file) == folder
 
 
 def test_a_folder_of_others_in_its_place_is_refused(file):
-    folder = dequantised.place_of(file)
+    folder = gguf_cache.cached_folder(file)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("mine")
     with pytest.raises(nalora.NALoRAError, match="move that folder elsewhere"):
@@ -124,12 +124,12 @@ def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(dequantised, "_dequantise", interrupted)
+        patched.setattr(gguf_cache, "_dequantise", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dense_folder(file)
     assert [each.name for each in cache.iterdir() if each.is_dir()] == []
     # A kill leaves its half; whoever comes next clears it away.
-    left = cache / f"{dequantised._prefix(dequantised.place_of(file))}killed"
+    left = cache / f"{gguf_cache._prefix(gguf_cache.cached_folder(file))}killed"
     left.mkdir()
     assert dense_folder(file).is_dir()
     assert not left.exists()
@@ -137,25 +137,25 @@ def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monk
 
 def test_several_at_once_make_it_once(file, cache, monkeypatch):
     made = []
-    whole = dequantised._dequantise
-    monkeypatch.setattr(dequantised, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    whole = gguf_cache._dequantise
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
     with ThreadPoolExecutor(4) as threads:
         folders = set(threads.map(dense_folder, [file] * 4))
-    assert (folders, len(made)) == ({dequantised.place_of(file)}, 1)
+    assert (folders, len(made)) == ({gguf_cache.cached_folder(file)}, 1)
     assert [each.name for each in cache.iterdir() if each.is_dir()] == [folders.pop().name]
 
 
 @pytest.mark.slow
 def test_several_processes_make_it_once(file, cache):
     code = (
-        "import sys, pathlib; from nalora.models import dequantised as d; whole = d._dequantise\n"
+        "import sys, pathlib; from nalora.models import gguf_cache as d; whole = d._dequantise\n"
         "d._dequantise = lambda *given: (print('made', flush=True), whole(*given))\n"
         "print(d.dense_folder(pathlib.Path(sys.argv[1])), flush=True)"
     )
     jobs = [subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     lines = [line for job in jobs for line in job.communicate(timeout=120)[0].splitlines()]
     assert [job.returncode for job in jobs] == [0, 0, 0]
-    assert sorted(lines) == sorted(["made", *[str(dequantised.place_of(file))] * 3])
+    assert sorted(lines) == sorted(["made", *[str(gguf_cache.cached_folder(file))] * 3])
 
 
 def test_without_room_or_package_nothing_is_made(file, cache, monkeypatch):
@@ -164,7 +164,7 @@ def test_without_room_or_package_nothing_is_made(file, cache, monkeypatch):
         with pytest.raises(nalora.NALoRAError, match="GB free"):
             dense_folder(file)
     with monkeypatch.context() as patched:
-        patched.setattr(dequantised.importlib.util, "find_spec", lambda name: None)
+        patched.setattr(gguf_cache.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(nalora.NALoRAError, match="pip install gguf"):
             dense_folder(file)
     assert not [each for each in cache.iterdir() if each.is_dir()]
@@ -234,7 +234,7 @@ def test_a_copy_under_another_name_finds_the_same_folder(tmp_path, monkeypatch):
     for file in (first, copy):
         file.write_bytes(b"the same content")
     other.write_bytes(b"another content!")
-    place = dequantised.place_of(first)
+    place = gguf_cache.cached_folder(first)
     place.mkdir(parents=True)
-    assert dequantised.place_of(copy) == place
-    assert dequantised.place_of(other) != place
+    assert gguf_cache.cached_folder(copy) == place
+    assert gguf_cache.cached_folder(other) != place
