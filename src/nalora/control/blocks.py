@@ -85,7 +85,7 @@ class Discovery:
     """What `find_blocks` saw: the blocks, the adapters it refuses with the reason, and the adapters left alone.
 
     `bare` are the names of the linear layers of FFNs without any adapter, shortened where all layers are alike, and
-    `rewrites` says whether PEFT takes such names for expert parameters (`models.target_modules`). `experts` is a parameter
+    `rewrites`: whether PEFT takes such names for expert parameters (`models.target_modules`). `experts` is a parameter
     that holds the weights of several experts.
     """
 
