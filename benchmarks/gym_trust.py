@@ -1,4 +1,4 @@
-"""Measure which families of reasoning-gym give marks to trivial answers, and write the table that `nalora tasks` shows.
+"""Measure which families of reasoning-gym give points to trivial answers, and write the table of `nalora tasks`.
 
 PYTHONHASHSEED=0 python benchmarks/gym_trust.py              all families, ten minutes on two CPU cores
 PYTHONHASHSEED=0 python benchmarks/gym_trust.py coin_flip    some, which are printed and not written
@@ -31,7 +31,7 @@ def measure(family: str, items: int = ITEMS) -> dict[str, Any]:
     """What the family's scorer gives to trivial answers, and to its own.
 
     Returns:
-        `own`: the share of its own answers with a full mark, None where the family knows none; and of the trivial
+        `own`: the share of its own answers with the full score, None where the family provides none; and of the trivial
         answers, the one with the largest `accuracy` above `by_chance`, the share of questions that it is right for, and
         the one with the largest mean `score` above that.
 
@@ -41,19 +41,19 @@ def measure(family: str, items: int = ITEMS) -> dict[str, Any]:
     task = gym.Gym(f"gym/{family}", train_size=1, test_size=items)
     examples = task.test_examples()
     known = [example for example in examples if example.target]
-    own = [mark >= 1 for mark in task.marks([(example, example.target) for example in known])]
+    own = [score >= 1 for score in task.scores([(example, example.target) for example in known])]
     rows: list[dict[str, Any]] = []
     for name in (*TRIVIAL, QUESTION, OTHER):
         answers = [TRIVIAL.get(name, "")] * items
         if name == QUESTION:
-            answers = [task._drawn_for(example)["question"] for example in examples]
+            answers = [task._entry_of(example)["question"] for example in examples]
         elif name == OTHER:
             answers = [examples[index - 1].target for index in range(items)]
-        marks = task.marks(list(zip(examples, answers, strict=True)))
+        scores = task.scores(list(zip(examples, answers, strict=True)))
         pairs = zip(answers, examples, strict=True)
         by_chance = sum(bool(each.target) and _plain(answer) == _plain(each.target) for answer, each in pairs) / items
-        accuracy, score = sum(mark >= 1 for mark in marks) / items, sum(marks) / items
-        rows.append({"answer": name, "accuracy": accuracy, "score": round(score, 4), "by_chance": by_chance})
+        accuracy, mean = sum(score >= 1 for score in scores) / items, sum(scores) / items
+        rows.append({"answer": name, "accuracy": accuracy, "score": round(mean, 4), "by_chance": by_chance})
     return {
         "own": round(sum(own) / len(own), 4) if own else None,
         "by_accuracy": max(rows, key=lambda row: row["accuracy"] - row["by_chance"]),

@@ -23,19 +23,19 @@ _CODE = (
 
 
 @functools.cache
-def missing(way: str) -> str | None:
-    """Why this system does not have a way of isolating; None where it has it, also with a hole."""
+def missing(backend: str) -> str | None:
+    """Why this system does not have an isolation backend; None where it has it, also with a hole."""
     try:
-        sandbox._launch(way, "", "", (), "", sandbox.Limits())
+        sandbox._launch(backend, "", "", (), "", sandbox.Limits())
     except NALoRAError as error:
         return error.found
     return None
 
 
 @pytest.fixture
-def ways() -> list[str]:
-    """The ways of isolating that this system has."""
-    return [way for way in sandbox._ways() if missing(way) is None]
+def backends() -> list[str]:
+    """The isolation backends that this system has."""
+    return [backend for backend in sandbox._backends() if missing(backend) is None]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,6 @@ def _only_where_programs_can_be_isolated(request):
             sandbox.check()
         except NALoRAError as error:
             pytest.skip(str(error))
-    way = getattr(request.node, "callspec", None) and request.node.callspec.params.get("way")
-    if way is not None and missing(way) is not None:
-        pytest.skip(f"{way}: {missing(way)}")
+    backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
+    if backend is not None and missing(backend) is not None:
+        pytest.skip(f"{backend}: {missing(backend)}")

@@ -311,7 +311,9 @@ def raw(content: bytes, kind: str = "application/json"):
 )
 def test_a_reply_that_is_no_answer_is_one_sentence(bench, server, content):
     server.reply = lambda prompt, number: raw(content, "text/html")
-    with pytest.raises(NALoRAError, match="a reply that is no chat completion .*which mostly ends in /v1") as caught:
+    with pytest.raises(
+        NALoRAError, match="a reply that is not a chat completion .*which usually ends in /v1"
+    ) as caught:
         bench().prepare_scoring()
     assert len(server.requests) == 1
     assert len(str(caught.value)) < 600
@@ -377,9 +379,9 @@ def lost(handler):
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [
-        (silence, "no answer .no whole reply after 1 s.*raise judge_timeout"),
-        (trickle, "no answer .no whole reply after 1 s"),
-        (trickling_headers, "no answer .no whole reply after 1 s"),
+        (silence, "no answer .no complete reply after 1 s.*raise judge_timeout"),
+        (trickle, "no answer .no complete reply after 1 s"),
+        (trickling_headers, "no answer .no complete reply after 1 s"),
         (busy, "status 429"),
         (lost, "no answer .no"),
     ],
@@ -478,7 +480,7 @@ def test_foreign_lines_in_the_record_are_left_alone(tmp_path):
 def test_many_threads_write_whole_lines(server, tmp_path):
     judge = Judge("judge-1", url=server.url, record=Judgements(tmp_path / "judged.jsonl"))
     with ThreadPoolExecutor(8) as threads:
-        ratings = list(threads.map(lambda i: judge.ask("system", f"question {i} " + "x" * 9000, rating), range(40)))
+        ratings = list(threads.map(lambda i: judge.verdict("system", f"question {i} " + "x" * 9000, rating), range(40)))
     assert ratings == [7.0] * 40
     rows = [json.loads(line) for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
     assert len({row["key"] for row in rows}) == len(rows) == 40
@@ -487,9 +489,9 @@ def test_many_threads_write_whole_lines(server, tmp_path):
 @pytest.mark.parametrize(
     ("status", "message"),
     [
-        (401, "the key refused .*export OPENAI_API_KEY"),
-        (403, "the key refused .*export OPENAI_API_KEY"),
-        (404, "no model 'judge-1' .*expected one of a-judge, b-judge.*judge_url, which mostly ends in /v1"),
+        (401, "the key was rejected .*export OPENAI_API_KEY"),
+        (403, "the key was rejected .*export OPENAI_API_KEY"),
+        (404, "no model 'judge-1' .*expected one of a-judge, b-judge.*judge_url, which usually ends in /v1"),
         (400, "status 400 .*"),
     ],
 )
@@ -526,7 +528,7 @@ def test_a_missing_key_a_missing_model_and_a_missing_server_are_named(bench, ser
     with pytest.raises(NALoRAError, match=f"judge at {nowhere}: found no answer .*start it, correct judge_url"):
         bench(judge_url=nowhere).prepare_scoring()
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(NALoRAError, match="OPENAI_API_KEY: found nothing in the environment"):
+    with pytest.raises(NALoRAError, match="OPENAI_API_KEY: found no such environment variable"):
         bench().prepare_scoring()
     assert server.requests == []
 

@@ -253,8 +253,8 @@ def test_data_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_scoring_is_refused_early_where_nothing_isolates(monkeypatch):
-    monkeypatch.setattr(sandbox, "_chosen", [])
-    monkeypatch.setattr(sandbox, "_ways", list)
+    monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
+    monkeypatch.setattr(sandbox, "_backends", list)
     with pytest.raises(NALoRAError, match="--unsafe-code"):
         tasks.get("humaneval").prepare_scoring()
     tasks.get("humaneval", unsafe_code=True).prepare_scoring()

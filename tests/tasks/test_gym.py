@@ -70,7 +70,7 @@ def test_seeds_and_settings_change_the_questions():
 
 
 def test_nothing_left_to_learn_from_is_an_error():
-    with pytest.raises(NALoRAError, match="each of 1 drawn questions"):
+    with pytest.raises(NALoRAError, match="each of 1 generated questions"):
         gym(settings=SMALL, train_size=1, test_size=2000).train_examples()
 
 
@@ -96,7 +96,7 @@ def test_part_of_a_score_is_not_correct():
 @pytest.mark.parametrize(("score", "accuracy"), [(0.0, 0), (0.51, 0), (0.99, 0), (1.0, 1)])
 def test_only_a_full_score_is_accurate(monkeypatch, score, accuracy):
     task = gym()
-    monkeypatch.setattr(task._scorer, "marks", lambda answers: [score] * len(answers))
+    monkeypatch.setattr(task._scorer, "scores", lambda answers: [score] * len(answers))
     assert task.score(task.test_examples()[0], ["7"]) == {"accuracy": accuracy, "score": score}
 
 
@@ -151,7 +151,7 @@ def test_a_scorer_that_accepts_anything_is_refused(family, words, monkeypatch):
 
 def test_a_scorer_that_rejects_its_own_answers_is_refused(monkeypatch):
     task = gym()
-    monkeypatch.setattr(task._scorer, "marks", lambda answers: [0.5] * len(answers))
+    monkeypatch.setattr(task._scorer, "scores", lambda answers: [0.5] * len(answers))
     with pytest.raises(NALoRAError, match="does not accept its own answer"):
         task.prepare_scoring()
 
@@ -231,5 +231,5 @@ def test_the_beginning_of_the_test_set_may_be_asked(changes):
 def test_a_smaller_test_set_that_is_no_beginning_is_refused():
     """The questions of acre follow from how many are drawn."""
     gym("acre").refuse_what_was_learnt(gym("acre"))
-    with pytest.raises(NALoRAError, match="may have learnt from"):
+    with pytest.raises(NALoRAError, match="may have been trained on"):
         gym("acre", test_size=7).refuse_what_was_learnt(gym("acre"))

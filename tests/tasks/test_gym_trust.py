@@ -56,7 +56,7 @@ def test_the_whole_table_can_be_measured_again():
 def test_families_that_give_marks_to_anything_are_listed():
     listed = gym_trust.untrusted()
     assert {"coin_flip", "game_of_life_halting", "puzzle24"} <= set(listed)
-    assert listed["coin_flip"].reason == "its scorer gives a full mark to '0' for 96% of its questions"
+    assert listed["coin_flip"].reason == "its scorer gives the full score to '0' for 96% of its questions"
     assert listed["game_of_life"].measure == "score"
     assert not set(listed) & {
         "caesar_cipher",
@@ -92,7 +92,7 @@ def test_a_family_is_judged_by_what_is_above_chance(own, by_accuracy, by_score, 
 def test_evaluation_is_refused_and_training_gives_a_notice():
     task = tasks.get("gym/coin_flip", train_size=3, test_size=3)
     with pytest.raises(
-        NALoRAError, match="gym/coin_flip: found its scorer gives a full mark to '0' for 96% .*another family"
+        NALoRAError, match="gym/coin_flip: found its scorer gives the full score to '0' for 96% .*another family"
     ):
         task.prepare_scoring()
     assert "its evaluation is refused" in task.notice()

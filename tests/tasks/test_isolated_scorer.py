@@ -33,7 +33,7 @@ def task(request):
     return made
 
 
-def marks_are_right(task) -> bool:
+def scores_are_right(task) -> bool:
     """Whether a right and a wrong answer still get what the family's own scorer gives them."""
     right, wrong = task.test_examples()[:2]
     given = [task.score(right, [answer])["score"] for answer in (right.target, wrong.target)]
@@ -71,7 +71,7 @@ def test_a_hostile_answer_is_wrong_and_touches_nothing(task, answer, tmp_path):
     assert scores["accuracy"] == 0
     assert time.monotonic() - start < 10
     assert not file.exists()
-    assert marks_are_right(task)
+    assert scores_are_right(task)
 
 
 def test_lists_and_formulas_are_still_read():
@@ -83,7 +83,7 @@ def test_lists_and_formulas_are_still_read():
     for example in task.test_examples():
         assert task.score(example, [f"{example.target} + 7"])["accuracy"] == 1
         # sympy would solve the question itself.
-        integrand = task._drawn_for(example)["metadata"]["integrand"]
+        integrand = task._entry_of(example)["metadata"]["integrand"]
         assert task.score(example, [f"integrate({integrand})"])["accuracy"] == 0
 
 
@@ -99,7 +99,7 @@ def test_no_answer_takes_forever_and_the_others_keep_their_marks(family):
         assert time.monotonic() - start < 15
     if examples[0].target:
         hostile = [(examples[0], "1e999999999"), *((example, example.target) for example in examples)]
-        assert task.marks(hostile) == [0, 1, 1, 1]
+        assert task.scores(hostile) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "inf", "-Infinity", "nan+nanj", "infi", "nan + nani"])
@@ -126,19 +126,19 @@ def test_marks_are_numbers_from_0_to_1(monkeypatch):
 
 
 def test_a_scorer_that_was_killed_is_started_again(task):
-    assert marks_are_right(task)
+    assert scores_are_right(task)
     task._scorer.process._process.kill()
     task._scorer.process._process.wait()
-    assert marks_are_right(task)
+    assert scores_are_right(task)
 
 
 def test_it_outlives_the_thread_that_started_it(task):
     task._scorer.process.close()
-    thread = threading.Thread(target=marks_are_right, args=[task])
+    thread = threading.Thread(target=scores_are_right, args=[task])
     thread.start()
     thread.join()
     process = task._scorer.process._process
-    assert marks_are_right(task)
+    assert scores_are_right(task)
     assert task._scorer.process._process is process
 
 
@@ -152,7 +152,7 @@ def test_packages_may_lie_in_the_folder_that_is_another_inside(tmp_path, monkeyp
     try:
         process = ScorerProcess("test", isolated=True, limits=LIMITS)
         entry = factory.create_dataset("n_queens", size=1, seed=0)[0]
-        assert process.ask(("n_queens", {"size": 1, "seed": 0}, [(entry["answer"], entry)]), waits=1) == "[1.0]"
+        assert process.request(("n_queens", {"size": 1, "seed": 0}, [(entry["answer"], entry)]), waits=1) == "[1.0]"
         process.close()
     finally:
         sandbox_view.view.cache_clear()
@@ -191,15 +191,15 @@ def test_scorers_that_evaluate_are_found(family, evaluates):
 def test_own_answers_are_scored_in_one_go():
     task = tasks.get("gym/chain_sum", train_size=1, test_size=200)
     examples = task.test_examples()
-    task.marks([(examples[0], "1")])  # starts the process
+    task.scores([(examples[0], "1")])  # starts the process
     start = time.monotonic()
-    assert task.marks([(example, example.target) for example in examples]) == [1] * 200
+    assert task.scores([(example, example.target) for example in examples]) == [1] * 200
     assert time.monotonic() - start < 2
 
 
 def test_without_isolation_it_is_refused_before_anything_is_written(monkeypatch):
-    monkeypatch.setattr(sandbox, "_chosen", [])
-    monkeypatch.setattr(sandbox, "_ways", list)
+    monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
+    monkeypatch.setattr(sandbox, "_backends", list)
     monkeypatch.setattr(isolated_scorer, "_processes", {})
     with pytest.raises(NALoRAError, match="--unsafe-code"):
         tasks.get("gym/n_queens", train_size=1, test_size=2).prepare_scoring()
@@ -211,11 +211,11 @@ def test_without_isolation_it_is_refused_before_anything_is_written(monkeypatch)
     assert unsafe.score(example, [example.target])["accuracy"] == 1
 
 
-@pytest.mark.parametrize("way", sandbox._ways())
-def test_every_way_of_this_machine_scores(way, monkeypatch):
-    monkeypatch.setattr(sandbox, "_chosen", [way])
+@pytest.mark.parametrize("backend", sandbox._backends())
+def test_every_backend_of_this_machine_scores(backend, monkeypatch):
+    monkeypatch.setattr(sandbox, "check", lambda: backend)
     monkeypatch.setattr(isolated_scorer, "_processes", {})
     task = tasks.get("gym/n_queens", train_size=1, test_size=2)
-    assert marks_are_right(task)
+    assert scores_are_right(task)
     assert task.score(task.test_examples()[0], ["[exit()]"])["accuracy"] == 0
-    assert marks_are_right(task)
+    assert scores_are_right(task)

@@ -67,7 +67,7 @@ HOSTILE = {
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n" + WRONG,
     "interrupts its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n" + WRONG,
     "interrupts the first process": "import os, signal\nos.kill(1, signal.SIGINT)\n" + WRONG,
-    "takes the judge's memory": (
+    "takes the harness's memory": (
         "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_AS, (1 << 20, 1 << 20))\n" + RIGHT
     ),
     "kills all processes": "import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(0, signal.SIGKILL)\n" + WRONG,
@@ -106,7 +106,7 @@ HOSTILE = {
         "        if 'x + 1' in str(frame.f_locals.get('tests')): return x + 1\n        frame = frame.f_back\n"
         "    return x + 1 if any('assert f' in each for each in gc.get_objects() if type(each) is str) else 0"
     ),
-    "traces the judge": ("import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\n" + RIGHT),
+    "traces the harness": ("import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\n" + RIGHT),
     "raises when it ends": "import atexit\natexit.register(lambda: 1 / 0)\n" + WRONG,
     "huge exception text": "raise ValueError('x' * (100 << 20))",
     "exception that cannot be printed": "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E",
@@ -180,9 +180,9 @@ def test_right_program_passes_and_wrong_one_is_told_why():
         ("fills the disk", "OSError: [Errno 28] No space left on device"),
         ("very many files", "No space left on device"),
         ("exits", "SystemExit: 0"),
-        ("exits hard", "the program ended with exit code 0 before its tests did"),
+        ("exits hard", "the program exited with code 0 before its tests ended"),
         ("crashes", "the program was killed by SIGSEGV"),
-        ("huge answer", "an answer of 104,857,"),
+        ("huge answer", "a reply of 104,857,"),
         ("kills its parent", "AssertionError"),
         ("equals everything", "AssertionError"),
         ("answers by itself", "TypeError: 'bool' object is not callable"),
@@ -190,7 +190,7 @@ def test_right_program_passes_and_wrong_one_is_told_why():
 )
 def test_the_reason_says_what_happened(name, reason):
     if sandbox.check() == "bubblewrap" and name in ("very many files", "kills its parent"):
-        pytest.skip("bubblewrap counts no files, and its judge is not the first process: it dies, and nothing passes")
+        pytest.skip("bubblewrap counts no files, and its harness is not the first process: it dies, and nothing passes")
     outcome = attempt(HOSTILE[name], TESTS, **({"files": 300} if name == "very many files" else {}))
     assert reason in outcome.reason
     assert outcome.timed_out == reason.startswith("timed out")
@@ -198,7 +198,7 @@ def test_the_reason_says_what_happened(name, reason):
 
 def test_cpu_time_is_limited():
     outcome = attempt("while True: pass", wall_seconds=20, cpu_seconds=1)
-    assert outcome.reason == "the program was killed by SIGXCPU: 1 s of CPU time are used up"
+    assert outcome.reason == "the program was killed by SIGXCPU: it used 1 s of CPU time"
     assert not outcome.timed_out
 
 
@@ -221,11 +221,11 @@ def test_no_network():
     assert "PermissionError" in attempt(program).reason
 
 
-WAYS = sandbox._ways()
+BACKENDS = sandbox._backends()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_signal_ends_the_evaluation(way):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_signal_ends_the_evaluation(backend):
     """Under bubblewrap the supervisor is process 1, and Python gives SIGINT a handler."""
     program = """
 import os
@@ -237,13 +237,13 @@ for number in range(1, 65):
             pass
 def f(x): return 0
 """
-    outcome = sandbox._launch(way, program, TESTS, ["f"], "", Limits(wall_seconds=5))
+    outcome = sandbox._launch(backend, program, TESTS, ["f"], "", Limits(wall_seconds=5))
     assert not outcome.passed
     assert "AssertionError" in outcome.reason
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_family_of_sockets_can_be_had(way):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_family_of_sockets_can_be_had(backend):
     """AF_VSOCK is in no network namespace: it leads from a virtual machine to its host."""
     program = """
 import socket
@@ -262,11 +262,11 @@ for family in range(64):
             pass
 print(made)
 """
-    assert sandbox._launch(way, program, "", (), "", Limits()).output == "[]\n"
+    assert sandbox._launch(backend, program, "", (), "", Limits()).output == "[]\n"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_socket_buffers_hold_little_outside_the_memory_limit(way):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_socket_buffers_hold_little_outside_the_memory_limit(backend):
     program = """
 import array, os, socket
 pairs, held = [], 0
@@ -303,7 +303,7 @@ for _ in range(2_000):
     pairs.append(pair)
 print(held)
 """
-    held = int(sandbox._launch(way, program, "", (), "", Limits()).output)
+    held = int(sandbox._launch(backend, program, "", (), "", Limits()).output)
     assert 0 < held < 32 << 20
 
 
@@ -440,7 +440,7 @@ def test_nothing_outlives_a_killed_evaluator():
     deadline = time.monotonic() + 20
     while len(running(mark)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(running(mark)) >= 3  # supervisor, judge, program
+    assert len(running(mark)) >= 3  # supervisor, harness, program
     os.kill(evaluator, signal.SIGKILL)
     os.waitpid(evaluator, 0)
     while running(mark) and time.monotonic() < deadline:
@@ -448,24 +448,26 @@ def test_nothing_outlives_a_killed_evaluator():
     assert not running(mark)
 
 
-@pytest.mark.parametrize("way", sandbox._ways())
-def test_every_way_of_this_machine_isolates(way):
-    fault = sandbox._fault(way)
-    if os.geteuid() == 0 and way != "root":
+@pytest.mark.parametrize("backend", sandbox._backends())
+def test_every_backend_of_this_machine_isolates(backend):
+    fault = sandbox._fault(backend)
+    if os.geteuid() == 0 and backend != "root":
         assert fault is None or "processes" in fault  # Linux holds no such limit against user 0
     else:
         assert fault is None
     mark = next(marks)
-    outcome = sandbox._launch(way, HOSTILE["daemonises"], TESTS, ["f"], "", Limits(wall_seconds=5, memory_bytes=mark))
+    outcome = sandbox._launch(
+        backend, HOSTILE["daemonises"], TESTS, ["f"], "", Limits(wall_seconds=5, memory_bytes=mark)
+    )
     assert "AssertionError" in outcome.reason
     assert not running(mark)
 
 
 def test_check_says_what_is_missing(monkeypatch):
     sandbox.check()
-    monkeypatch.setattr(sandbox, "_chosen", [])
-    monkeypatch.setattr(sandbox, "_ways", lambda: ["user"])
-    monkeypatch.setattr(sandbox, "_fault", lambda way: "unshare: Operation not permitted")
+    monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
+    monkeypatch.setattr(sandbox, "_backends", lambda: ["user"])
+    monkeypatch.setattr(sandbox, "_fault", lambda backend: "unshare: Operation not permitted")
     for call in (sandbox.check, lambda: sandbox.run(RIGHT)):
         with pytest.raises(NALoRAError, match="user: unshare: Operation not permitted.*apt install bubblewrap"):
             call()
@@ -473,12 +475,12 @@ def test_check_says_what_is_missing(monkeypatch):
 
 def test_a_hole_counts_as_no_isolation(monkeypatch):
     monkeypatch.setattr(sandbox, "_PROBE", "print('it reaches the network')")
-    assert sandbox._fault(sandbox._ways()[0]) == "it reaches the network"
+    assert sandbox._fault(sandbox._backends()[0]) == "it reaches the network"
 
 
 def test_unsafe_runs_anywhere_with_limits(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "_ways", list)
-    monkeypatch.setattr(sandbox, "_chosen", [])
+    monkeypatch.setattr(sandbox, "_backends", list)
+    monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mark = next(marks)
     limits = Limits(wall_seconds=1, memory_bytes=mark)

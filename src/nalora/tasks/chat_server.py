@@ -1,7 +1,7 @@
-"""One request to an OpenAI-compatible server, bounded in time and size whatever the server does.
+"""Send one request to an OpenAI-compatible server, limited in time and size whatever the server does.
 
-A plain HTTP client waits anew for every byte and reads a reply of any length; this one gives up after a total time,
-reads at most `LARGEST_REPLY` bytes and follows no redirection, which would carry the key to another server.
+A plain HTTP client waits again for every byte and reads a reply of any length. This one stops after a total time, reads
+at most `LARGEST_REPLY` bytes and follows no redirect, which would send the key to another server.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ LARGEST_REPLY = 4 << 20
 
 
 class NoReplyError(Exception):
-    """No whole reply came; the text says why."""
+    """No complete reply was received; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server sent: `content` is not checked, and `retry_after` is in seconds."""
+    """The server's reply: `content` is not validated, `retry_after` is in seconds."""
 
     status: int
     content: bytes
     retry_after: float | None = None
 
     def error_text(self) -> str:
-        """The server's own words in a reply that is an error, on one line."""
+        """Return the server's error message on one line."""
         try:
             error = json.loads(self.content)["error"]
             text = error["message"] if isinstance(error, dict) else error
@@ -48,89 +48,73 @@ class Reply:
 
 
 def send(url: str, path: str, key: str, body: Any = None, *, seconds: float) -> Reply:
-    """The reply to a POST of the body as JSON, or to a GET where there is no body.
+    """Return the reply to a POST of the body as JSON, or to a GET without a body.
 
     Args:
-        url: the server's base address; a user and password in it are sent in place of the key.
-        path: after that address.
+        url: base URL of the server; a user and password in it are sent instead of the key.
+        path: appended to the base URL.
         key: sent as the bearer token.
-        body: what `json` can write.
-        seconds: the longest time until the reply is there as a whole.
+        body: a value that JSON can represent.
+        seconds: time limit for the complete reply.
 
     Raises:
-        NoReplyError: no connection, silence, an endless or too long reply, or no HTTP.
+        NoReplyError: no connection, no reply in time, a reply that is too long, or not HTTP.
     """
-    try:
-        request = _request(url, path, key, body)
-    except ValueError as error:
-        raise NoReplyError(str(error)) from None
     results: queue.SimpleQueue[Reply | NoReplyError] = queue.SimpleQueue()
-    # In a thread that is left alone when its time is up: a server that sends a byte now and then resets every timeout
-    # of a socket.
-    threading.Thread(target=lambda: results.put(_exchange(request, seconds)), daemon=True).start()
+    # In a thread that is abandoned after its time: a server that sends a byte now and then resets every timeout of
+    # a socket.
+    exchange = threading.Thread(target=lambda: results.put(_exchange(url, path, key, body, seconds)), daemon=True)
+    exchange.start()
     try:
         result = results.get(timeout=max(seconds, 0))
     except queue.Empty:
-        result = NoReplyError(f"no whole reply after {seconds:.0f} s")
+        result = NoReplyError(f"no complete reply after {seconds:.0f} s")
     if isinstance(result, NoReplyError):
         raise result
     return result
 
 
-def _request(url: str, path: str, key: str, body: Any) -> urllib.request.Request:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("not an address that begins with http:// or https://")
-    authorization = f"Bearer {key}"
-    if parts.username is not None:
-        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        authorization = f"Basic {base64.b64encode(pair.encode()).decode()}"
-    address = without_secrets(url).rstrip("/") + path
-    headers = {"Authorization": authorization, "Content-Type": "application/json", "User-Agent": "nalora"}
-    return urllib.request.Request(address, None if body is None else json_text(body).encode(), headers)
-
-
 def without_secrets(url: str) -> str:
-    """The address without user, password and query, any of which may hold a key."""
+    """Return the URL without user, password and query, each of which may hold a key."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}{parts.path}"
 
 
 def masked(text: str, key: str) -> str:
-    """The text without the key and without the parts of it that servers quote, as in `sk-proj-****1234`."""
+    """Return the text without the key and without the parts of it that servers quote, as in `sk-proj-****1234`."""
     if not key:
         return text
     text = text.replace(key, "…")
-    # Below this length its parts are parts of ordinary words.
+    # Parts of a shorter key occur in ordinary words.
     if len(key) < 8:
         return text
     parts = {key[:4], key[-4:], *(key[start : start + 6] for start in range(len(key) - 5))}
     word = re.compile(r"[^\s\"'`,;:()\[\]{}<>]+")
-    return word.sub(lambda found: "…" if any(part in found[0] for part in parts) else found[0], text)
+    return word.sub(lambda match: "…" if any(part in match[0] for part in parts) else match[0], text)
 
 
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
-def _exchange(request: urllib.request.Request, seconds: float) -> Reply | NoReplyError:
-    opener = urllib.request.build_opener(_NoRedirection(), urllib.request.HTTPSHandler(context=_certificates()))
+def _exchange(url: str, path: str, key: str, body: Any, seconds: float) -> Reply | NoReplyError:
+    opener = urllib.request.build_opener(_NoRedirects(), urllib.request.HTTPSHandler(context=_certificates()))
     try:
         try:
-            response = opener.open(request, timeout=max(seconds, 0.001))
+            response = opener.open(_request(url, path, key, body), timeout=max(seconds, 0.001))
         except urllib.error.HTTPError as error:
             response = error
         with response:
             content = response.read(LARGEST_REPLY + 1)
             status, after = response.status or 0, response.headers.get("Retry-After")
     except TimeoutError:
-        return NoReplyError(f"no whole reply after {seconds:.0f} s")
+        return NoReplyError(f"no complete reply after {seconds:.0f} s")
     except urllib.error.URLError as error:
         return NoReplyError(f"no connection: {error.reason}")
     except http.client.HTTPException as error:
-        return NoReplyError(f"no HTTP, or a reply that was cut off: {type(error).__name__}")
+        return NoReplyError(f"no HTTP, or a truncated reply: {type(error).__name__}")
     except (OSError, ValueError) as error:
         return NoReplyError(f"no connection: {error}")
     if len(content) > LARGEST_REPLY:
@@ -138,8 +122,21 @@ def _exchange(request: urllib.request.Request, seconds: float) -> Reply | NoRepl
     return Reply(status, content, float(after) if after and after.isdecimal() else None)
 
 
+def _request(url: str, path: str, key: str, body: Any) -> urllib.request.Request:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("the URL does not start with http:// or https://")
+    authorization = f"Bearer {key}"
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        authorization = f"Basic {base64.b64encode(pair.encode()).decode()}"
+    headers = {"Authorization": authorization, "Content-Type": "application/json", "User-Agent": "nalora"}
+    data = None if body is None else json_text(body).encode()
+    return urllib.request.Request(without_secrets(url).rstrip("/") + path, data, headers)
+
+
 def _certificates() -> ssl.SSLContext:
-    """The machine's, else those of `certifi`: some builds of Python find none."""
+    """Return the machine's certificates, or those of `certifi` for a build of Python that finds none."""
     context = ssl.create_default_context()
     if not context.get_ca_certs():
         try:

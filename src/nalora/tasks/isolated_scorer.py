@@ -1,7 +1,8 @@
-"""Scoring answers with the scorers of reasoning-gym in another process, which no answer can stop or talk to.
+"""Score answers with the scorers of reasoning-gym in a separate process that no answer can stop or influence.
 
-A scorer may take forever or all memory over an answer, so each has limits. Those that evaluate answers are also kept in
-the sandbox for generated programs, though what evaluates them runs no code (`sandboxed.expressions`).
+A scorer may take unlimited time or memory for an answer, so limits apply to every answer. Scorers that evaluate
+answers also run in the sandbox for generated programs, although their evaluation runs no code
+(`sandboxed.expressions`).
 """
 
 from __future__ import annotations
@@ -26,39 +27,38 @@ from typing import Any
 from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
 
-# What runs a text or takes its time from it (a Fraction of "1e999999999" is never done), or leaves it to the scorer of
-# another family. `re.compile` does neither.
+# Calls that run a text, take unlimited time for one (Fraction("1e999999999") never ends), or call the scorer of another
+# family. `re.compile` does none of these.
 _EVALUATES = re.compile(r"\b(eval|exec|(?<!re\.)compile|parse_expr|sympify|Fraction|(?<!def )score_answer)\(")
-# The scorer keeps the time itself; this is for its start, and for a machine so busy that it does not get to.
+# The scorer process enforces the time limit; this covers its start, and a machine too busy to schedule it.
 _GRACE_SECONDS = 60
-# A scorer with sympy and numpy has 200 MB of address space before it begins; it needs no processes of its own.
+# A scorer with sympy and numpy has 200 MB of address space before it starts; it needs no further processes.
 LIMITS = sandbox.Limits(memory_bytes=1 << 30, processes=1, disk_bytes=1 << 20, files=16)
 
 
 def evaluates_answers(dataset: Any) -> bool:
-    """Whether the scorer of a family may evaluate answers, as far as the source of its modules shows.
+    """Return whether the scorer of a family may evaluate answers, judging by the source of its modules.
 
-    16 families of 0.1.25 are found, among them a few that only evaluate their questions.
+    16 families of 0.1.25 match, including a few that only evaluate their questions.
     """
     from reasoning_gym.dataset import ProceduralDataset
 
-    families = [each for each in type(dataset).__mro__ if each not in ProceduralDataset.__mro__]
-    modules = {each.__module__ for each in families}
+    modules = {parent.__module__ for parent in type(dataset).__mro__ if parent not in ProceduralDataset.__mro__}
     try:
         return any(_EVALUATES.search(inspect.getsource(sys.modules[name])) for name in modules)
-    except OSError:  # without its source nothing is known of it
+    except OSError:  # without the source it might
         return True
 
 
 @dataclass
 class IsolatedScorer:
-    """One family's scorer.
+    """The scorer of one family of reasoning-gym.
 
     Args:
-        where: what an error names.
-        family: of reasoning-gym.
-        options: what `create_dataset` takes for it.
-        isolated: in the sandbox for generated programs; else with limits alone.
+        where: what error messages name.
+        family: name of the family.
+        options: arguments of `create_dataset` for the family.
+        isolated: score in the sandbox for generated programs; False applies limits alone.
         limits: what one answer may use.
     """
 
@@ -68,120 +68,109 @@ class IsolatedScorer:
     isolated: bool = True
     limits: sandbox.Limits = LIMITS
 
-    def marks(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
-        """The family's scores of answers to questions, from 0 to 1; 0 for what its scorer refuses or cannot finish.
+    def scores(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
+        """Return the family's scores of (answer, question) pairs, from 0 to 1; 0 if its scorer fails or takes too long.
 
-        An answer of a model is best given alone: then it shares no process with another.
+        Score answers of a model one per call, so that they share no process.
 
         Raises:
             NALoRAError: this machine cannot isolate programs, or the scorer does not start or was killed twice.
         """
-        # Each may take its whole time, and is tried twice. No answer can end the process itself: where it was killed,
-        # that says nothing of the answer.
+        # Every answer may take its whole time and is tried twice. No answer can end the scorer process itself, so
+        # a process that was killed says nothing about the answer.
         for _ in range(2):
-            line = self.process.ask((self.family, dict(self.options), list(answers)), waits=2 * len(answers))
+            line = self.process.request((self.family, dict(self.options), list(answers)), waits=2 * len(answers))
             if line is not None:
                 break
         if line is None or line.startswith(_SETUP):
-            raise _refusal(self.where, line)
-        marks: list[float] = json.loads(line)
-        return marks
+            raise _start_error(self.where, line)
+        scores: list[float] = json.loads(line)
+        return scores
 
     @property
     def process(self) -> ScorerProcess:
-        """The process that serves this family, together with all others that have the same limits."""
+        """The process for this family, shared with all families that have the same limits."""
         key = (os.getpid(), self.isolated, self.limits)
-        with _starting:
-            if key not in _processes:
-                _processes[key] = ScorerProcess(self.where, isolated=self.isolated, limits=self.limits)
-            return _processes[key]
+        with _processes_lock:
+            return _processes.setdefault(key, ScorerProcess(self.where, self.isolated, self.limits))
 
 
 class ScorerProcess:
-    """A process with all scorers; started with the first answer, and again after it was ended.
+    """A process with the scorers of all families; starts with the first request, and again after it has ended."""
 
-    Args:
-        where: what an error names.
-        isolated: in the sandbox for generated programs; else with limits alone.
-        limits: what one answer may use.
-    """
-
-    def __init__(self, where: str, *, isolated: bool, limits: sandbox.Limits) -> None:
+    def __init__(self, where: str, isolated: bool, limits: sandbox.Limits) -> None:
         self.where, self.isolated, self.limits = where, isolated, limits
         self._process: subprocess.Popen[bytes] | None = None
-        self._one_at_a_time = threading.Lock()
+        self._request_lock = threading.Lock()
 
-    def ask(self, job: Any, *, waits: int) -> str | None:
-        """The line that answers a job; None where none came in so many times the limit.
+    def request(self, job: Any, *, waits: int) -> str | None:
+        """Return the reply to a job, or None if none came within `waits` times the time limit.
 
         Raises:
             NALoRAError: this machine cannot isolate programs, or the process does not start.
         """
-        with self._one_at_a_time:
-            if self._process is None or self._process.poll() is not None:
+        with self._request_lock:
+            process = self._process
+            if process is None or process.poll() is not None:
                 self.close()
-                self._start()
+                process = self._start()
             line = None
             try:
-                self._send(job)
-                line = self._line(waits)
+                content = pickle.dumps(job)
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it may have written why it ended
+                    process.stdin.write(struct.pack("<Q", len(content)) + content)
+                    process.stdin.flush()
+                line = self._read_line(process, waits)
             finally:
-                # Stopped while it waited, or no line came: the next answer gets a new process, not this one's mark.
+                # Without a reply, or if interrupted: the next answer must not get the score of this one.
                 if line is None:
                     self.close()
             return line
 
     def close(self) -> None:
-        """End the process, if one runs."""
+        """End the process if it is running."""
         process, self._process = self._process, None
         if process is not None:
-            self._end_with_us()
+            self._finalizer()
 
-    def _start(self) -> None:
-        way = sandbox.check() if self.isolated else "unsafe"
-        # Made for every way, used by "unsafe" alone: in a namespace the folder of this name is another one.
+    def _start(self) -> subprocess.Popen[bytes]:
+        backend = sandbox.check() if self.isolated else "unsafe"
+        # Used by the backend "unsafe" alone: in a namespace the path refers to a different folder.
         folder = tempfile.TemporaryDirectory(prefix="nalora-")
-        command = sandbox.command(way, "scorer", folder.name, self.limits, ("reasoning_gym",))
-        # One thread: those of a linear algebra library would not live through a fork.
-        environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command,
+        self._process = process = subprocess.Popen(
+            sandbox.command(backend, "scorer", folder.name, self.limits, ("reasoning_gym",)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            # One thread: threads of a linear algebra library would not survive a fork.
+            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             cwd="/",
             start_new_session=True,
         )
-        self._end_with_us = weakref.finalize(self, _end, self._process, folder)
-        line = self._line(1)
+        self._finalizer = weakref.finalize(self, _end, process, folder)
+        line = self._read_line(process, 1)
         if line != "ready":
             self.close()
-            raise _refusal(self.where, line)
+            raise _start_error(self.where, line)
+        return process
 
-    def _send(self, job: Any) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            content = pickle.dumps(job)
-            with contextlib.suppress(BrokenPipeError):  # it may have said why
-                self._process.stdin.write(struct.pack("<Q", len(content)) + content)
-                self._process.stdin.flush()
-
-    def _line(self, waits: int) -> str | None:
-        output = self._process.stdout if self._process is not None else None
-        if output is None or not select.select([output], [], [], waits * self.limits.wall_seconds + _GRACE_SECONDS)[0]:
+    def _read_line(self, process: subprocess.Popen[bytes], waits: int) -> str | None:
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], waits * self.limits.wall_seconds + _GRACE_SECONDS)[0]:
             return None
-        line = output.readline().decode(errors="replace")
+        line = process.stdout.readline().decode(errors="replace")
         return line.strip() if line.endswith("\n") else None
 
 
 _SETUP = "setup: "
 _processes: dict[tuple[int, bool, sandbox.Limits], ScorerProcess] = {}
-_starting = threading.Lock()
+_processes_lock = threading.Lock()
 
 
-def _refusal(where: str, line: str | None) -> NALoRAError:
-    found = (line or "it ended without a word").removeprefix(_SETUP)
-    return sandbox.refusal(f"{where}, its scorer in another process", found, "a scorer that starts")
+def _start_error(where: str, line: str | None) -> NALoRAError:
+    found = (line or "it ended without output").removeprefix(_SETUP)
+    return sandbox.start_error(f"{where}, its scorer process", found, "a scorer that starts")
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
@@ -189,6 +178,6 @@ def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[s
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with contextlib.suppress(BrokenPipeError):  # of what was still to be sent
+            with contextlib.suppress(BrokenPipeError):  # of unsent input
                 stream.close()
     folder.cleanup()

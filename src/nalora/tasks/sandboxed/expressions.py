@@ -1,9 +1,9 @@
-"""Reading an answer as Python literals or as a formula, without running it.
+"""Evaluate an answer as a Python literal or a formula without running it as code.
 
-Scorers of reasoning-gym give answers to `eval` and to sympy's `parse_expr`, which calls it. Code in an answer would
-then run in the process that gives its mark, and no limit on that process keeps it from writing a mark of its own. So
-both are replaced: only texts whose syntax tree consists of numbers, names and operators are read, nothing in them is
-called but the functions of `_FUNCTIONS`, and what takes too long is ended by the scorer's limits.
+Scorers of reasoning-gym pass answers to `eval` and to sympy's `parse_expr`, which calls it. Code in an answer would
+then run in the process that writes its score, and no limit on that process keeps it from writing a different score.
+So both are replaced: they accept only a text whose syntax tree consists of numbers, names and operators, call
+nothing but the functions in `_FUNCTIONS`, and are stopped by the scorer's limits if they take too long.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Longer than any answer of a family; it bounds the time and depth of parsing.
+# Longer than the answers of any family; bounds the time and depth of parsing.
 _LONGEST = 100_000
 _LARGEST_BITS = 100_000
 _FORMULA = re.compile(r"[A-Za-z0-9_+\-*/().,\s]*")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-# What an antiderivative or a polynomial is written with. Not `integrate`, `diff`, `expand` and the like: with these
-# sympy would solve the question.
+# Functions in antiderivatives and polynomials. Not `integrate`, `diff`, `expand` and similar ones, with which sympy
+# would solve the question.
 _FUNCTIONS = frozenset(
     (
         *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "asec", "acsc", "acot"),
@@ -42,54 +42,58 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 
 
 def literal(text: Any, *_names: Any) -> Any:
-    """In place of `eval`: numbers, texts, lists, tuples, sets and dicts of them, and arithmetic with numbers.
+    """Replace `eval`: return numbers, strings, lists, tuples, sets and dicts of them, and arithmetic with numbers.
 
     Raises:
-        ValueError: anything else, or numbers that grow too large.
-        SyntaxError: no Python.
+        ValueError: the text is anything else, or a number grows too large.
+        SyntaxError: the text is not Python.
     """
     return _value(_parsed(text))
 
 
 def _parsed(text: Any) -> ast.expr:
     if not isinstance(text, str) or len(text) > _LONGEST:
-        raise ValueError("no text of a reasonable length")
+        raise ValueError("not a text of at most 100,000 characters")
     return ast.parse(text.strip(), mode="eval").body
 
 
 def _value(node: ast.expr | None) -> Any:
-    if isinstance(node, ast.Constant) and node.value is not ...:
-        return node.value
-    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
-        return kind(_value(item) for item in node.elts)
-    if isinstance(node, ast.Dict):
-        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_number(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _number(node.left), _number(node.right)
-        if isinstance(node.op, (ast.Pow, ast.LShift)) and isinstance(left, int) and isinstance(right, int):
-            grows = left.bit_length() * right if isinstance(node.op, ast.Pow) else left.bit_length() + right
-            if grows > _LARGEST_BITS:
-                raise ValueError("a number that is too large")
-        return _BINARY[type(node.op)](left, right)
-    raise ValueError(f"{type(node).__name__} is no literal")
+    match node:
+        case ast.Constant(value=value) if value is not ...:
+            return value
+        case ast.List(elts=items):
+            return [_value(item) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(item) for item in items)
+        case ast.Set(elts=items):
+            return {_value(item) for item in items}
+        case ast.Dict(keys=keys, values=values):
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
+            return _UNARY[type(sign)](_number(operand))
+        case ast.BinOp(op=operation) if type(operation) in _BINARY:
+            left, right = _number(node.left), _number(node.right)
+            if isinstance(operation, (ast.Pow, ast.LShift)) and isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length() * right if isinstance(operation, ast.Pow) else left.bit_length() + right
+                if bits > _LARGEST_BITS:
+                    raise ValueError("the number is too large")
+            return _BINARY[type(operation)](left, right)
+    raise ValueError(f"{type(node).__name__} is not a literal")
 
 
 def _number(node: ast.expr) -> Any:
     value = _value(node)
     if not isinstance(value, (int, float, complex)):
-        raise ValueError("arithmetic with something that is no number")
+        raise ValueError("arithmetic with something that is not a number")
     return value
 
 
 def is_formula(text: Any, names: Any = ()) -> bool:
-    """Whether the text is arithmetic with numbers, variables and elementary functions and nothing else.
+    """Return whether the text is only arithmetic with numbers, variables and elementary functions.
 
     Args:
-        text: as an answer holds it.
-        names: of variables that the scorer itself defines.
+        text: an answer.
+        names: variables that the scorer itself defines.
     """
     if not isinstance(text, str) or not _FORMULA.fullmatch(text):
         return False
@@ -100,23 +104,22 @@ def is_formula(text: Any, names: Any = ()) -> bool:
 
 
 def _is_formula(node: ast.expr, names: frozenset[str]) -> bool:
-    if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float)
-    if isinstance(node, ast.Name):
-        return node.id in names or _is_variable(node.id)
-    if isinstance(node, ast.UnaryOp):
-        return type(node.op) in (ast.UAdd, ast.USub) and _is_formula(node.operand, names)
-    if isinstance(node, ast.BinOp):
-        known = type(node.op) in (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
-        return known and _is_formula(node.left, names) and _is_formula(node.right, names)
-    if isinstance(node, ast.Call):
-        named = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
-        return named and all(_is_formula(argument, names) for argument in node.args)
+    match node:
+        case ast.Constant(value=value):
+            return type(value) in (int, float)
+        case ast.Name(id=name):
+            return name in names or _is_variable(name)
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
+            return _is_formula(operand, names)
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow()):
+            return _is_formula(node.left, names) and _is_formula(node.right, names)
+        case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]):
+            return function in _FUNCTIONS and all(_is_formula(argument, names) for argument in arguments)
     return False
 
 
 def _is_variable(name: str) -> bool:
-    """A letter, or a word that means nothing to Python and sympy, which make everything else a function or a class."""
+    """Return whether a name is one letter, "pi", or a word that is a name in neither Python nor sympy."""
     if len(name) == 1 or name == "pi":
         return name.isalpha()
     known = hasattr(builtins, name) or hasattr(sys.modules.get("sympy"), name)
@@ -124,25 +127,23 @@ def _is_variable(name: str) -> bool:
 
 
 def replace_evaluation() -> None:
-    """Give every module of reasoning-gym, and sympy itself, the functions above in place of those that run texts.
-
-    To be called once all of them are imported.
-    """
+    """Replace the functions that run text in every module of reasoning-gym and sympy; import all of them first."""
     original = getattr(sys.modules.get("sympy.parsing.sympy_parser"), "parse_expr", None)
 
     def parse_expr(text: Any, local_dict: Any = None, *options: Any, **named: Any) -> Any:
         if original is None or not is_formula(text, local_dict):
-            raise ValueError("no formula")
+            raise ValueError("not a formula")
         return original(text.strip(), local_dict, *options, **named)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("scoring runs no code")
 
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "reasoning_gym":
+        package = name.partition(".")[0]
+        if package == "reasoning_gym":
             for attribute, function in (("eval", literal), ("exec", refuse), ("compile", refuse)):
-                module.__dict__.setdefault(attribute, function)  # one module has a `compile` of its own
-        if original is not None and name.partition(".")[0] in ("reasoning_gym", "sympy"):
+                module.__dict__.setdefault(attribute, function)  # one module defines its own `compile`
+        if original is not None and package in ("reasoning_gym", "sympy"):
             for attribute, value in list(vars(module).items()):
                 if value is original:
                     setattr(module, attribute, parse_expr)

@@ -1,8 +1,8 @@
-"""The sandbox from inside: isolate, fork the judge, keep the time and the output, kill everything, report.
+"""The first process of a run: isolate, fork the test harness, enforce time and output limits, kill all, report.
 
-Reads the job from standard input, its settings from the last argument; writes one JSON object to standard output.
-It never holds the job itself, and stays outside the process namespace whose first process is the judge: when that is
-killed the kernel kills every process in it, and `waitpid` returns when the last one is gone.
+Reads its settings from the last argument and writes one JSON object to standard output; the harness reads the job from
+standard input, so the supervisor never holds it. With namespaces it stays outside the process namespace whose first
+process is the harness: when that is killed, the kernel kills every process in it, and `waitpid` returns after the last.
 """
 
 from __future__ import annotations
@@ -11,95 +11,76 @@ import contextlib
 import json
 import os
 import select
-import signal
-import sys
 import time
 from typing import Any
 
 from . import isolation
-from .judge import judge
+from .harness import run_tests
 
 _TAIL = 4096
 
 
 def main() -> None:
-    """One run."""
-    # Under bubblewrap this is the first process of the namespace, which no signal from inside reaches unless it has
-    # a handler, and Python gives SIGINT one.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    settings = json.loads(sys.argv[-1])
-    way, limits, view = settings["way"], settings["limits"], settings["view"]
+    """Run one program with its tests."""
     try:
-        isolation.enter(way, limits, view)
+        settings = isolation.enter()
         isolation.die_with_parent()
-        isolation.hide_memory()
     except OSError as error:
         return report(setup=str(error))
+    backend, limits = settings["backend"], settings["limits"]
     verdict_in, verdict_out = os.pipe()
     output_in, output_out = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            judge(way, limits, view["folder"], verdict_out, output_out)
+            run_tests(backend, limits, settings["view"]["folder"], verdict_out, output_out)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(verdict_out, f"{type(error).__name__}: {error}"[:500].encode())
             os._exit(1)
-    os.close(verdict_out)
-    os.close(output_out)
-    os.close(0)
-    verdict, output, why = watch(verdict_in, output_in, limits)
-    isolation.stop(child, way)
-    output += drain(output_in)
-    ready, _, rest = verdict.partition(b"\n")
+    for descriptor in (verdict_out, output_out, 0):
+        os.close(descriptor)
+    verdict, output, stopped = watch(verdict_in, output_in, limits)
+    isolation.stop(child, backend)
+    # What is left in the pipe, without waiting for processes that still hold its other end.
+    os.set_blocking(output_in, False)
+    with contextlib.suppress(BlockingIOError):
+        output += os.read(output_in, 65536)
+    ready, _, result = verdict.partition(b"\n")
     if ready != b"ready":
-        return report(setup=why or ready.decode(errors="replace") or "the judge died before it began")
+        return report(setup=stopped or ready.decode(errors="replace") or "the test harness died before it started")
     try:
-        decided = json.loads(rest)
+        fields = json.loads(result)
     except ValueError:
-        decided = {"passed": False, "reason": why or "the judge died"}
-    report(
-        **decided,
-        timed_out=not rest and why.startswith("timed out"),
-        output=output[-_TAIL:].decode(errors="replace"),
-    )
+        fields = {"passed": False, "reason": stopped or "the test harness died"}
+    timed_out = not result and stopped.startswith("timed out")
+    report(**fields, timed_out=timed_out, output=output[-_TAIL:].decode(errors="replace"))
 
 
-def watch(verdict_in: int, output_in: int, limits: dict[str, int]) -> tuple[bytes, bytes, str]:
-    """(what the judge wrote, the tail of the output, why it has to be stopped: empty when it ended by itself)."""
+def watch(verdict_in: int, output_in: int, limits: isolation.Limits) -> tuple[bytes, bytes, str]:
+    """Return what the harness wrote, the end of the output, and why it must be stopped ("" if it ended by itself)."""
     deadline = time.monotonic() + limits["wall_seconds"]
     verdict, output, written = b"", b"", 0
-    waiting = [verdict_in, output_in]
-    while verdict_in in waiting:
+    pipes = [verdict_in, output_in]
+    while verdict_in in pipes:
         left = deadline - time.monotonic()
-        readable = select.select(waiting, [], [], max(left, 0))[0]
-        if not readable:
-            return verdict, output, f"timed out after {limits['wall_seconds']} s"
-        for each in readable:
-            content = os.read(each, 65536)
+        readable = select.select(pipes, [], [], max(left, 0))[0]
+        for pipe in readable:
+            content = os.read(pipe, 65536)
             if not content:
-                waiting.remove(each)
-            elif each == verdict_in:
+                pipes.remove(pipe)
+            elif pipe == verdict_in:
                 verdict += content
             else:
                 written += len(content)
                 output = (output + content)[-_TAIL:]
         if written > limits["output_bytes"]:
             return verdict, output, f"wrote more than {limits['output_bytes']:,} bytes"
-        if left <= 0:  # output without an end is always readable
+        if not readable or left <= 0:  # endless output is always readable
             return verdict, output, f"timed out after {limits['wall_seconds']} s"
     return verdict, output, ""
 
 
-def drain(output_in: int) -> bytes:
-    """What is left in the pipe, without waiting for those who might still hold its other end."""
-    os.set_blocking(output_in, False)
-    try:
-        return os.read(output_in, 65536)
-    except BlockingIOError:
-        return b""
-
-
 def report(**fields: Any) -> None:
-    """The result, to whoever started this process."""
+    """Write the result to the process that started this one."""
     os.write(1, json.dumps(fields).encode())

@@ -1,15 +1,17 @@
-"""The two processes inside the sandbox: the program, and the judge that asks it the tests' questions.
+"""The two processes inside the sandbox: the program, and the test harness that runs the tests on it.
 
-The tests, and what they expect, exist in the judge only. The program is asked for the value of one call after the
-other and answers with plain data, so nothing it patches, prints, returns or exits with can make a wrong answer equal
-a right one, and the pipe for the verdict is closed on its side before its first line runs.
+The tests and the values they expect exist in the harness only. The program receives one call after the other and
+returns plain data, so nothing it patches, prints, returns or exits with can make a wrong value equal the right one,
+and the pipe for the verdict is closed in its process before its first line runs.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import json
+import operator
 import os
 import signal
 import socket
@@ -17,56 +19,55 @@ import struct
 import sys
 import traceback
 import types
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import isolation, values
 
-# An answer longer than this is no answer to a unit test; it bounds what the judge holds.
-_LONGEST_ANSWER = 16 << 20
+# No unit test needs a longer reply; this bounds the memory of the harness.
+_LONGEST_REPLY = 16 << 20
 _LONGEST_REASON = 500
 _PROGRAM_FD = 3
 
 
-def judge(way: str, limits: isolation.Limits, folder: str, verdict: int, output: int) -> NoReturn:
-    """Start the program beside this process, run the tests on it, write the verdict and end.
+def run_tests(backend: str, limits: isolation.Limits, folder: str, verdict: int, output: int) -> NoReturn:
+    """Start the program in a child process, run the tests on it, write the verdict and exit.
 
     Args:
-        way: how the supervisor isolated us.
+        backend: isolation backend of the supervisor.
         limits: the fields of `nalora.tasks.sandbox.Limits`.
-        folder: where the program runs, the only place it may write to.
+        folder: working directory of the program, the only writable one.
         verdict: the pipe to the supervisor: "ready", then a JSON object with passed and reason.
         output: the pipe for what the program prints.
     """
-    # Python's handler would make the one signal that the program can send to the first process of its namespace work.
+    # Python's handler for SIGINT would let the program interrupt the first process of its namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     os.chdir(folder)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    isolation.confine(way, limits)
+    isolation.confine(backend, limits)
     isolation.hide_memory()
     isolation.die_with_parent()
     ours, theirs = socket.socketpair()
-    # Before the job is read: the program's memory starts as a copy of this one and must not hold the tests.
+    # Before the job is read: the program's memory starts as a copy of this process's and must not hold the tests.
     program = os.fork()
     if program == 0:
         _become_program(theirs)
     theirs.close()
-    # Fails when the supervisor died before `die_with_parent`, and so nobody would keep the time.
+    # Fails if the supervisor died before `die_with_parent`, so that nobody would enforce the time limit.
     os.write(verdict, b"ready\n")
     with open(0, "rb") as stdin:
         job = json.load(stdin)
     tests = job["tests"]
     try:
         channel = _Channel(ours)
-        channel.ask("load", job["program"])
+        channel.request("load", job["program"])
         names: dict[str, Any] = {"__name__": "tests"}
         exec(compile(job["prelude"], "prelude", "exec"), names)
         for entry in job["entries"]:
-            names[entry] = channel.ask("name", entry)
+            names[entry] = channel.request("name", entry)
         exec(compile(tests, "tests", "exec"), names)
-        if channel.ended:  # and a bare `except:` of the tests took it
+        if channel.ended:  # and a bare `except:` of the tests caught the exception
             raise _ProgramEnded
         passed, reason = True, "passed"
     except _ProgramEnded:
@@ -78,70 +79,69 @@ def judge(way: str, limits: isolation.Limits, folder: str, verdict: int, output:
 
 
 class _ProgramEnded(BaseException):
-    """No answer will come any more; no exception of the program's, which a test may expect."""
+    """The program sends no more replies; not an Exception, which a test may expect from the program."""
 
 
 class _Channel:
-    """Questions to the program, one at a time; `ended` when no answer came any more."""
+    """Requests to the program, one at a time; `ended` is True once a reply is missing."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.stream = connection.makefile("rwb")
         self.ended = False
 
-    def ask(self, question: str, *operands: Any) -> Any:
+    def request(self, operation: str, *operands: Any) -> Any:
         try:
-            _send(self.stream, [question, [values.encode(each, _number) for each in operands]])
-            answer = _receive(self.stream)
+            _send(self.stream, [operation, [values.encode(operand, _reference) for operand in operands]])
+            reply = _receive(self.stream)
         except OSError:
-            answer = None
-        if answer is None:
+            reply = None
+        if reply is None:
             self.ended = True
             raise _ProgramEnded
-        kind, content = answer
+        kind, content = reply
         if kind == "value":
             return values.decode(content, lambda number: _Remote(self, number))
         name, text = content
-        known = getattr(builtins, str(name), None)
+        exception = getattr(builtins, str(name), None)
         error: Exception = RuntimeError(f"{name}: {text}")
-        if isinstance(known, type) and issubclass(known, Exception):
-            with contextlib.suppress(TypeError):  # some exceptions want more than a text
-                error = known(str(text))
+        if isinstance(exception, type) and issubclass(exception, Exception):
+            with contextlib.suppress(TypeError):  # some exceptions need more than a text
+                error = exception(str(text))
         raise error
 
 
 class _Remote:
-    """Something of the program's that is no plain data: it can be used, and equals nothing but itself."""
+    """An object of the program that is not plain data: usable, and equal to nothing but itself."""
 
     def __init__(self, channel: _Channel, number: int) -> None:
         self.__dict__.update(_channel=channel, _number=int(number))
 
+    def _use(self, operation: str, *operands: Any) -> Any:
+        return self._channel.request(operation, self, *operands)
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._channel.ask("call", self, arguments, named)
+        return self._use("call", arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._channel.ask("getattr", self, name)
+        return self._use("getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._channel.ask("setattr", self, name, value)
+        self._use("setattr", name, value)
 
     def __bool__(self) -> bool:
-        # Else Python would ask for the length, which not everything has.
-        return True
+        return True  # Python would otherwise call len(), which not every object has
+
+    __iter__ = functools.partialmethod(_use, "iter")
+    __next__ = functools.partialmethod(_use, "next")
+    __len__ = functools.partialmethod(_use, "len")
+    __getitem__ = functools.partialmethod(_use, "getitem")
 
 
-def _forwarded(operation: str) -> Callable[..., Any]:
-    return lambda remote, *operands: remote._channel.ask(operation, remote, *operands)
-
-
-for _operation in ("iter", "next", "len", "getitem"):
-    setattr(_Remote, f"__{_operation}__", _forwarded(_operation))
-
-
-def _number(value: Any) -> int:
+def _reference(value: Any) -> int:
     if not isinstance(value, _Remote):
-        raise TypeError(f"a test gives the program a {type(value).__name__}, which is no plain data")
+        raise TypeError(f"a test passes a {type(value).__name__} to the program, which is not plain data")
     number: int = value._number
     return number
 
@@ -149,45 +149,39 @@ def _number(value: Any) -> int:
 def _become_program(connection: socket.socket) -> NoReturn:
     os.dup2(connection.fileno(), _PROGRAM_FD)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    # Among these: the pipe for the verdict. The job came through 0, which is empty now.
+    # Also closes the pipe for the verdict. The job is read from descriptor 0, which is /dev/null here.
     os.closerange(_PROGRAM_FD + 1, 4096)
     os.environ.clear()
     sys.argv[:] = ["program.py"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stream = socket.socket(fileno=_PROGRAM_FD).makefile("rwb")
-    module = types.ModuleType("program")
-    sys.modules["program"] = module
+    module = sys.modules["program"] = types.ModuleType("program")
     objects: list[Any] = []
 
     def refer(value: Any) -> int:
         objects.append(value)
         return len(objects) - 1
 
-    def load(source: str) -> None:
-        exec(compile(source, "program.py", "exec"), module.__dict__)
-
     def name(text: str) -> Any:
         if text not in module.__dict__:
             raise NameError(f"name {text!r} is not defined")
         return module.__dict__[text]
 
-    def call(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return function(*arguments, **named)
-
-    def getitem(value: Any, key: Any) -> Any:
-        return value[key]
-
-    known = {each.__name__: each for each in (load, name, call, getitem, getattr, setattr, iter, next, len)}
-    while (question := _receive(stream)) is not None:
+    operations = {
+        "load": lambda source: exec(compile(source, "program.py", "exec"), module.__dict__),
+        "call": lambda function, arguments, named: function(*arguments, **named),
+        **{each.__name__: each for each in (name, operator.getitem, getattr, setattr, iter, next, len)},
+    }
+    while (request := _receive(stream)) is not None:
         try:
-            operands = [values.decode(each, objects.__getitem__) for each in question[1]]
-            answer = ["value", values.encode(known[question[0]](*operands), refer)]
-        except BaseException as error:  # SystemExit too: a program that ends is asked the next question all the same
-            answer = ["error", [type(error).__name__, _text(error)]]
+            operands = [values.decode(operand, objects.__getitem__) for operand in request[1]]
+            reply = ["value", values.encode(operations[request[0]](*operands), refer)]
+        except BaseException as error:  # SystemExit too: a program that exits still gets the next request
+            reply = ["error", [type(error).__name__, _text(error)]]
         with contextlib.suppress(Exception):  # the program closed or replaced them
             sys.stdout.flush()
             sys.stderr.flush()
-        _send(stream, answer)
+        _send(stream, reply)
     os._exit(0)
 
 
@@ -202,8 +196,8 @@ def _receive(stream: Any) -> Any:
     if len(head) < 4:
         return None
     length = struct.unpack("!I", head)[0]
-    if length > _LONGEST_ANSWER:
-        raise ValueError(f"an answer of {length:,} bytes, more than {_LONGEST_ANSWER:,}")
+    if length > _LONGEST_REPLY:
+        raise ValueError(f"a reply of {length:,} bytes, more than {_LONGEST_REPLY:,}")
     content = stream.read(length)
     return json.loads(content) if len(content) == length else None
 
@@ -227,6 +221,6 @@ def _how_it_ended(program: int, limits: isolation.Limits) -> str:
     status = os.waitpid(program, 0)[1]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        used_up = f": {limits['cpu_seconds']} s of CPU time are used up" if number == signal.SIGXCPU else ""
-        return f"the program was killed by {signal.Signals(number).name}{used_up}"
-    return f"the program ended with exit code {os.WEXITSTATUS(status)} before its tests did"
+        cause = f": it used {limits['cpu_seconds']} s of CPU time" if number == signal.SIGXCPU else ""
+        return f"the program was killed by {signal.Signals(number).name}{cause}"
+    return f"the program exited with code {os.WEXITSTATUS(status)} before its tests ended"
