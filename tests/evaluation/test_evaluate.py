@@ -174,7 +174,7 @@ def test_it_writes_into_no_folder_of_somebody_else_s(loaded, tmp_path):
 def test_one_process_at_a_time_evaluates_into_a_folder(loaded, tmp_path):
     class Nested(Echo):
         def score(self, example, outputs):
-            with pytest.raises(nalora.NALoRAError, match="at work in it"):
+            with pytest.raises(nalora.NALoRAError, match="using it"):
                 evaluation.evaluate(loaded, Echo(1), tmp_path / "e")
             return super().score(example, outputs)
 

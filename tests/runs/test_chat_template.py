@@ -198,7 +198,7 @@ def test_a_template_without_an_end_of_turn_ends_with_the_sequence():
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<assistant><think>{% endif %}",
-            "goes on with '<think>' where an assistant's turn has 'answer'",
+            "continues with '<think>' where an assistant's turn has 'answer'",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_truncated_one_is_skipped_and_said(tmp_path, old, file, left):
         as_0_1_left_it(damaged)
     os.truncate(damaged / file, int(left * (damaged / file).stat().st_size))
     said = []
-    assert checkpoints.latest(tmp_path, say=said.append).name == "checkpoint-10"
+    assert checkpoints.latest(tmp_path, notify=said.append).name == "checkpoint-10"
     assert len(said) == 1
     assert "checkpoint-20 is damaged" in said[0]
     assert file in said[0]
@@ -86,8 +86,8 @@ def test_other_content_of_the_same_size_is_damage(tmp_path, file):
     content[-3] ^= 0xFF
     (checkpoint / file).write_bytes(content)
     said = []
-    assert checkpoints.latest(tmp_path, say=said.append) == older
-    assert f"{file} has other content" in said[0]
+    assert checkpoints.latest(tmp_path, notify=said.append) == older
+    assert f"{file} has different content" in said[0]
 
 
 def test_every_file_is_on_the_disk_before_the_mark(tmp_path, monkeypatch):

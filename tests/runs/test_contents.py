@@ -18,9 +18,9 @@ def test_a_link_inside_a_folder_that_is_written_whole_is_refused(tmp_path, name)
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(theirs)
     with pytest.raises(nalora.NALoRAError, match="a symbolic link"):
-        contents.refuse_odd_entries(run)
+        contents.refuse_wrong_types(run)
     (run / name).unlink()
-    contents.refuse_odd_entries(run)
+    contents.refuse_wrong_types(run)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"5", b"\xff", b'{"seconds": 1}'])

@@ -62,10 +62,10 @@ def test_chat_style_asks_inside_the_template():
 def test_what_does_not_fit_is_counted():
     examples = [Example(str(n), "p" * n, "target") for n in (2, 10, 30)]
     dropped = encode(examples, Encoder(TOKENIZER), 12)
-    assert (len(dropped.rows), dropped.dropped, dropped.cut) == (1, 2, 0)
-    cut = encode(examples, Encoder(TOKENIZER), 12, too_long="cut")
+    assert (len(dropped.rows), dropped.dropped, dropped.truncated) == (1, 2, 0)
+    cut = encode(examples, Encoder(TOKENIZER), 12, overlong="truncate")
     # Of the last one nothing but prompt would be left.
-    assert (len(cut.rows), cut.dropped, cut.cut) == (2, 1, 1)
+    assert (len(cut.rows), cut.dropped, cut.truncated) == (2, 1, 1)
     assert max(len(row["input_ids"]) for row in cut.rows) == 12
     assert cut.target_tokens == 7 + 2
     with pytest.raises(nalora.NALoRAError, match="raise max_length"):
@@ -96,14 +96,14 @@ def test_a_cut_input_of_an_encoder_keeps_its_closing_token():
         Example("long target", "p", "target!"),
         Example("both fit", "p", "t"),
     ]
-    long_input, long_target, short = encode(examples, Encoder(closing, "seq2seq"), 6, too_long="cut").rows
+    long_input, long_target, short = encode(examples, Encoder(closing, "seq2seq"), 6, overlong="truncate").rows
     p, *target = closing("ptarget!", add_special_tokens=False).input_ids
     assert long_input == {"input_ids": [p] * 5 + [end], "labels": [target[0], end]}
     # A target that goes on has no end to learn.
     assert long_target == {"input_ids": [p, end], "labels": target[:6]}
     assert short["input_ids"] == [p, end]
     # A tokenizer that closes nothing has nothing to keep.
-    (row,) = encode(examples[:1], Encoder(TOKENIZER, "seq2seq"), 6, too_long="cut").rows
+    (row,) = encode(examples[:1], Encoder(TOKENIZER, "seq2seq"), 6, overlong="truncate").rows
     assert row["input_ids"] == [p] * 6
 
 

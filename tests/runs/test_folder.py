@@ -51,7 +51,7 @@ def test_what_changes_nothing_may_change_and_is_written_down(begun, settings, ch
 @pytest.mark.parametrize("change", [{"rank": 4}, {"batch_size": 16}, {"method": "rslora"}, {"test_size": 5}])
 def test_what_makes_another_run_may_not(begun, settings, change):
     before = begun.settings.read_text()
-    with pytest.raises(NALoRAError, match=f"begun with other settings: {next(iter(change))}"):
+    with pytest.raises(NALoRAError, match=f"started with other settings: {next(iter(change))}"):
         go_on(begun, settings, **change)
     assert begun.settings.read_text() == before
 
@@ -63,7 +63,7 @@ def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other
     begun.settings.write_text(yaml.safe_dump({name: value for name, value in now.items() if name not in other}))
     assert go_on(begun, settings).keys() == now.keys()
     begun.settings.write_text(yaml.safe_dump({name: value for name, value in now.items() if name not in other}))
-    with pytest.raises(NALoRAError, match=f"begun with other settings: {next(iter(other))}"):
+    with pytest.raises(NALoRAError, match=f"started with other settings: {next(iter(other))}"):
         go_on(begun, settings, **other)
 
 

@@ -6,7 +6,7 @@ import tiny
 
 from nalora import tasks
 from nalora.models import loading
-from nalora.runs.inputs import prepare, rows_summary
+from nalora.runs.inputs import prepare
 from nalora.runs.settings import check
 from nalora.tasks.validation import hold_out
 
@@ -20,10 +20,10 @@ def test_texts_held_out_are_not_learnt_from(tmp_path):
     })  # fmt: skip
     task = tasks.get(run.settings.task, **run.task_options)
     learnt, held = hold_out(task.train_examples(), 12)
-    material = prepare(task, loading.load(run.settings.model_spec("causal")), run.settings)
-    texts = [material.collator(rows)["input_ids"][0].tolist() for rows in ([row] for row in material.dataset.rows)]
+    inputs = prepare(task, loading.load(run.settings.model_spec("causal")), run.settings)
+    texts = [inputs.collator(rows)["input_ids"][0].tolist() for rows in ([row] for row in inputs.dataset.rows)]
     tokenizer = tiny.tokenizer()
     expected = [[*tokenizer(each.prompt + each.target).input_ids, tokenizer.eos_token_id] for each in learnt]
     assert texts == expected
     assert len(held) == 12
-    assert rows_summary(material)["examples"] == len(learnt)
+    assert inputs.summary()["examples"] == len(learnt)

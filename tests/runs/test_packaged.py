@@ -76,7 +76,7 @@ def test_the_root_of_the_checkout_shows_what_the_package_has():
 
 @pytest.mark.parametrize("file", [*packaged.recipes().values(), *packaged.studies().values()], ids=str)
 def test_each_says_in_one_line_what_it_is_and_what_it_costs(file):
-    about, cost = packaged.opening(file)
+    about, cost = packaged.summary(file)
     assert about
     assert re.search(r"\d.*(hour|minute)|an hour", cost)
     runs = re.search(r"(\d+) runs", cost)

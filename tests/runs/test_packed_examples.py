@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import nalora
-from nalora.runs.packed_examples import refuse_unless_kept_apart
+from nalora.runs.packed_examples import refuse_unless_isolated
 from nalora.runs.settings import check
 from nalora.training.run import train
 
@@ -39,7 +39,7 @@ def model_of(config, attention="sdpa"):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", APART)
 def test_models_that_ask_for_positions_are_let_pass(name, attention, dtype):
-    refuse_unless_kept_apart(model_of(APART[name], attention).to(dtype))
+    refuse_unless_isolated(model_of(APART[name], attention).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,7 +47,7 @@ def test_models_that_ask_for_positions_are_let_pass(name, attention, dtype):
 def test_models_that_would_mix_examples_are_refused(name, dtype):
     attention = "eager" if name in ("bloom", "falcon", "mpt", "mamba") else "sdpa"
     with pytest.raises(nalora.NALoRAError, match=f"a {name} model, in which an example sees the one packed before it"):
-        refuse_unless_kept_apart(model_of(MIXED[name], attention).to(dtype))
+        refuse_unless_isolated(model_of(MIXED[name], attention).to(dtype))
 
 
 def test_the_model_and_the_draws_of_chance_stay_as_they_were():
@@ -56,7 +56,7 @@ def test_the_model_and_the_draws_of_chance_stay_as_they_were():
     modes = [each.training for each in model.modules()]
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
-    refuse_unless_kept_apart(model)
+    refuse_unless_isolated(model)
     assert [each.training for each in model.modules()] == modes
     assert model.config.use_cache
     assert torch.equal(torch.get_rng_state(), state)

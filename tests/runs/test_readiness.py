@@ -9,9 +9,8 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from nalora.errors import NALoRAError
 from nalora.models import loading
-from nalora.runs.loggers import refuse_missing
-from nalora.runs.readiness import refuse_unready
 from nalora.runs.settings import check, read
+from nalora.runs.values import refuse_missing_loggers
 from nalora.training.run import train
 
 MISSING = next(name for name in ("wandb", "clearml", "swanlab") if name not in get_available_reporting_integrations())
@@ -31,7 +30,7 @@ def test_a_logger_that_is_not_installed_is_named_before_the_model_is_loaded(tmp_
 
 def test_loggers_that_need_nothing_are_taken():
     for report_to in ("none", "all", [], ["none"], *get_available_reporting_integrations()):
-        refuse_missing(report_to)
+        refuse_missing_loggers(report_to)
 
 
 @pytest.fixture
@@ -45,16 +44,16 @@ def judging(tmp_path):
 @pytest.mark.parametrize("recipe", ["llama-2-7b-chat", "llama-3.1-8b-chat"])
 def test_mt_bench_asks_for_its_judge_at_the_start(recipe, judging, tmp_path):
     with pytest.raises(NALoRAError, match=r"no judge for MT-Bench.*add judge_model=NAME and data_dir=FOLDER"):
-        refuse_unready(read(recipe))
+        read(recipe).refuse_unready()
     with pytest.raises(NALoRAError, match="found no data_dir; expected mt_bench/judge_prompts.jsonl there"):
-        refuse_unready(read(recipe, ["judge_model=gpt-4"]))
+        read(recipe, ["judge_model=gpt-4"]).refuse_unready()
     (tmp_path / "empty").mkdir()
     with pytest.raises(NALoRAError, match=r"judge_prompts\.jsonl"):
-        refuse_unready(read(recipe, ["judge_model=gpt-4", f"data_dir={tmp_path / 'empty'}"]))
-    refuse_unready(read(recipe, ["judge_model=gpt-4", f"data_dir={judging}"]))
-    refuse_unready(read(recipe, ["judge_model=null"]))
+        read(recipe, ["judge_model=gpt-4", f"data_dir={tmp_path / 'empty'}"]).refuse_unready()
+    read(recipe, ["judge_model=gpt-4", f"data_dir={judging}"]).refuse_unready()
+    read(recipe, ["judge_model=null"]).refuse_unready()
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "humaneval", "sst2", "digits"])
 def test_other_tasks_need_no_judge(task):
-    refuse_unready(check({"model": "m", "task": task}))
+    check({"model": "m", "task": task}).refuse_unready()

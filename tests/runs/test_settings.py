@@ -46,7 +46,7 @@ def test_every_problem_is_named_at_once():
         "did you mean gsm8k", "model: missing", "learnin_rate: no such setting (did you mean learning_rate?)",
         "rank: 0, expected 1 or more", "seed: 'zero', expected a whole number", "schedule: 'cosin', expected one of",
         "apply_to: 'weights', expected one of gradient, update", "packing: 'yes please', expected true or false",
-        "batch_size: 32 is no multiple of micro_batch_size, 5",
+        "batch_size: 32 is not a multiple of micro_batch_size, 5",
     ):  # fmt: skip
         assert part in said, part
 
@@ -278,3 +278,35 @@ def test_a_deleted_choice_of_kernels_is_read_as_the_one_that_replaced_it():
     assert old.method == new.method
     assert old.deleted == {"kernels": "fused-activation"}
     assert key(old) != key(new), "a run that was made before is found under its key"
+
+
+OLD_FILE = "model: smollm2-135m\ntask: gsm8k\ntoo_long: cut\n"
+
+
+def test_overlong_is_also_read_under_its_former_name_and_value(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(OLD_FILE)
+    old, new = read(file), check({**GOOD, "overlong": "truncate", "output": "runs/run"})
+    assert old == new
+    assert (old.to_dict()["overlong"], "too_long" in old.to_dict()) == ("truncate", False)
+    assert read(file, ["overlong=drop"]).settings.overlong == "drop"
+    assert read(file, ["too_long=drop"]).settings.overlong == "drop"
+    assert read(file, ["too_long="]).settings.overlong == "drop"
+    assert check({**GOOD, "overlong": "cut"}).settings.overlong == "truncate"
+    assert problems({**GOOD, "too_long": "cut", "overlong": "drop"}) == (
+        "run: too_long and overlong: two names of one setting"
+    )
+    assert "overlong: 'cutt', expected one of drop, truncate" in problems({**GOOD, "too_long": "cutt"})
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({}, "61cd7aac71b3dc6e"),
+        ({"too_long": "cut"}, "b49626624340603e"),
+        ({"overlong": "truncate", "rank": 4}, "34b935b5a2e90af3"),
+    ],
+)
+def test_the_keys_of_stored_runs_do_not_change(options, stored):
+    """These are the keys that version 0.1 computed from `too_long`."""
+    assert key(check({**GOOD, **options})) == stored

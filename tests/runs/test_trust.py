@@ -154,7 +154,7 @@ def test_every_option_of_a_task_that_could_do_harm_is_known():
 def test_resuming_compares_no_code(hostile, tmp_path):
     (hostile / "result.json").unlink()
     settings = yaml.safe_load((hostile / "run.yaml").read_text()) | {"method": "lora", "output": str(hostile)}
-    with pytest.raises(NALoRAError, match="begun with other settings: method"):
+    with pytest.raises(NALoRAError, match="started with other settings: method"):
         train(check(settings), resume=True)
     assert not (tmp_path / "mark").exists()
 

@@ -9,7 +9,7 @@ import pytest
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.runs.settings import check
-from nalora.runs.writable import as_a_name, refuse_unusable
+from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.training.run import train
 
 
@@ -19,7 +19,7 @@ def places(folder) -> dict[str, tuple[str, str]]:
     (folder / "link").symlink_to(folder / "nowhere" / "else")
     return {
         "a file": (str(folder / "file"), "found a file; expected a new or empty folder"),
-        "below a file": (str(folder / "file" / "run"), "file, which is a file and no folder"),
+        "below a file": (str(folder / "file" / "run"), "file, which is a file and not a folder"),
         "a broken link": (str(folder / "link"), "found a symbolic link; expected a new or empty folder"),
         "the kernel's": ("/proc/run", "cannot be written to"),
         "a long name": (str(folder / ("x" * 300)), "a name of 300 bytes"),
@@ -46,17 +46,17 @@ def test_training_refuses_it_before_anything_is_loaded(tmp_path, monkeypatch, na
 def test_a_folder_without_the_right_to_write_is_refused(tmp_path):
     (tmp_path / "shut").mkdir(mode=0o555)
     with pytest.raises(NALoRAError, match="Permission denied"):
-        refuse_unusable(tmp_path / "shut" / "run")
+        refuse_unwritable(tmp_path / "shut" / "run")
 
 
 def test_a_usable_place_stays_as_it_is(tmp_path):
-    refuse_unusable(tmp_path)
-    refuse_unusable(tmp_path / "a" / "b" / "c")
+    refuse_unwritable(tmp_path)
+    refuse_unwritable(tmp_path / "a" / "b" / "c")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["owner/name", "é" * 300, "a/" * 2_000])
 def test_any_model_has_a_folder_s_name(tmp_path, text):
-    (tmp_path / as_a_name(text)).mkdir()
-    assert as_a_name("owner/name") == "owner--name"
-    assert as_a_name("x" * 300) != as_a_name("x" * 301)
+    (tmp_path / folder_name(text)).mkdir()
+    assert folder_name("owner/name") == "owner--name"
+    assert folder_name("x" * 300) != folder_name("x" * 301)

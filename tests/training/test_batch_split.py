@@ -9,36 +9,36 @@ from torch.utils.data import BatchSampler
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.runs.encoding import Collator
-from nalora.training.batch_split import BLANK, Filled
+from nalora.training.batches import FilledBatches
 
 
 @pytest.mark.parametrize("examples", range(1, 26))
 @pytest.mark.parametrize("processes", [2, 3])
 def test_every_example_is_dealt_once_and_every_process_has_as_many_batches(examples, processes):
     plain = BatchSampler(range(examples), batch_size=4, drop_last=False)
-    filled = Filled(plain, processes)
+    filled = FilledBatches(plain, processes)
     shares = [list(BatchSamplerShard(filled, processes, rank)) for rank in range(processes)]
     assert {len(share) for share in shares} == {len(filled) // processes}
     # Read in turns it is the order of one process.
     dealt = [index for turn in zip(*shares, strict=True) for batch in turn for index in batch]
-    assert [index for index in dealt if index is not BLANK] == list(range(examples))
+    assert [index for index in dealt if index is not None] == list(range(examples))
     assert all(len(batch) == 4 for share in shares for batch in share)
 
 
 def test_a_blank_has_no_token_that_counts():
     row = {"input_ids": [5, 6, 7], "labels": [IGNORED_LABEL, 6, 7]}
-    batch = Collator(pad_token_id=9)([row, BLANK])
+    batch = Collator(pad_token_id=9)([row, None])
     assert batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 9]]
     assert batch["labels"][1].tolist() == [IGNORED_LABEL] * 3
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
-    alone = Collator(pad_token_id=9)([BLANK, BLANK])
+    alone = Collator(pad_token_id=9)([None, None])
     assert alone["input_ids"].shape == (2, 1)
     assert not alone["attention_mask"].any()
-    assert Collator(pad_token_id=9, blank=1)([BLANK])["attention_mask"].tolist() == [[1]]
+    assert Collator(pad_token_id=9, placeholder_mask=1)([None])["attention_mask"].tolist() == [[1]]
 
 
 def test_packed_rows_leave_blanks_out():
     row = {"input_ids": [5, 6], "labels": [IGNORED_LABEL, 6], "position_ids": [0, 1]}
-    batch = Collator(pad_token_id=9)([row, BLANK])
+    batch = Collator(pad_token_id=9)([row, None])
     assert batch["input_ids"].tolist() == [[5, 6]]
     assert torch.equal(batch["position_ids"], torch.tensor([[0, 1]]))

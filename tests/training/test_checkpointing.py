@@ -16,7 +16,7 @@ from nalora.runs.folder import RunFolder
 from nalora.runs.settings import RunSettings, check
 from nalora.studies.store import key
 from nalora.training import checkpointing
-from nalora.training.checkpointing import SHARE_OF_TIME, SaveTimes
+from nalora.training.checkpointing import SHARE_OF_TIME, CheckpointSchedule
 from nalora.training.run import train
 
 
@@ -28,13 +28,13 @@ class Clock:
         monkeypatch.setattr(checkpointing.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
         self.folder = RunFolder(tmp_path)
-        self.times = SaveTimes(self.folder, minutes)
+        self.schedule = CheckpointSchedule(self.folder, minutes)
         model = torch.nn.Linear(parameters, 1, bias=False, device="meta")
         self.trainer = types.SimpleNamespace(
             model=model, state=self.state(), _save_checkpoint=self.write, add_callback=lambda _: None
         )
-        self.times.install(self.trainer)
-        self.times.on_train_begin(None, self.state(), None)
+        self.schedule.install(self.trainer)
+        self.schedule.on_train_begin(None, self.state(), None)
         self.saved: list[float] = []
 
     def state(self):
@@ -49,11 +49,11 @@ class Clock:
             self.now += seconds
             self.trainer.state = self.state()
             control = types.SimpleNamespace(should_save=False)
-            self.times.on_step_end(types.SimpleNamespace(device="cpu"), self.state(), control)
+            self.schedule.on_step_end(types.SimpleNamespace(device="cpu"), self.state(), control)
             if control.should_save:
                 self.saved.append(self.now)
                 self.trainer._save_checkpoint()
-                self.times.on_save(None, self.state(), control)
+                self.schedule.on_save(None, self.state(), control)
 
 
 def test_a_cheap_checkpoint_comes_every_few_minutes_and_two_are_kept(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_dear_ones_stretch_the_interval_until_they_take_a_twentieth(tmp_path, mo
     assert len(clock.saved) >= 2
     share = [(i * cost) / (at - 0.0) for i, at in enumerate(clock.saved)]
     assert all(each <= SHARE_OF_TIME for each in share[2:])
-    assert clock.times.spent <= SHARE_OF_TIME * clock.now
+    assert clock.schedule.spent <= SHARE_OF_TIME * clock.now
     if parameters == 10**9:
         assert clock.saved[0] > 450, "12 GB are expected to take a while"
 
@@ -88,7 +88,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     clock = Clock(tmp_path, monkeypatch, free=1000.0)
     clock.train(3600)
     assert clock.saved == []
-    assert capsys.readouterr().err.count("no room") == 1
+    assert capsys.readouterr().err.count("no space") == 1
 
 
 def test_it_is_on_by_default_and_no_run_s_name_changes_by_it():

@@ -23,8 +23,8 @@ from nalora.evaluation.targets import evaluate_target
 from nalora.report.data import read_run
 from nalora.report.html import write_report
 from nalora.report.run_tables import write_tables
-from nalora.runs.diverged import Diverged, advice
 from nalora.runs.folder import RunFolder
+from nalora.runs.saved_run import Diverged, advice
 from nalora.runs.settings import RunSettings, check
 from nalora.training.divergence import MOST_SKIPPED, PATIENCE, DivergenceWatch
 from nalora.training.run import train

@@ -139,7 +139,7 @@ def test_what_cannot_be_replayed_is_refused(settings, tmp_path, changes, message
     ],
 )
 def test_obstacles_are_named(changes, accumulated, processes, dtype, message):
-    from nalora.training.cuda_graphs import refuse_unless_graphs_fit
+    from nalora.training.accelerations import refuse_unless_graphs_fit
 
     run = check({"model": "smollm2-135m", "task": "gym/chain_sum", "cuda_graphs": True, **changes})
     with pytest.raises(nalora.NALoRAError, match=message):

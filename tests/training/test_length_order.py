@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import nalora
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
-from nalora.training.length_order import LikeLengths
+from nalora.training.batches import LikeLengths
 from nalora.training.run import train
 
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from transformers.models.llama import modeling_llama
 
-from nalora.training.liger import contained
+from nalora.training.accelerations import liger_contained
 
 liger = pytest.importorskip("liger_kernel.transformers")
 NAMES = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
@@ -14,7 +14,7 @@ BEFORE = {name: getattr(modeling_llama, name) for name in NAMES}
 
 
 def interrupted(model):
-    with contained(model):
+    with liger_contained(model):
         liger._apply_liger_kernel_to_instance(model)
         liger.apply_liger_kernel_to_llama()
         assert not any(getattr(modeling_llama, name) is value for name, value in BEFORE.items())

@@ -9,8 +9,8 @@ from nalora import NALoRAError
 from nalora.distributed import processes
 from nalora.runs.folder import RunFolder, read_jsonl
 from nalora.runs.settings import RunSettings, check
+from nalora.training.batches import Split, split_batch
 from nalora.training.run import train
-from nalora.training.trainer import Split, split_batch
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,7 @@ def test_a_folder_is_not_written_over(settings):
     train(run)
     with pytest.raises(nalora.NALoRAError, match="a finished run"):
         train(run)
-    with pytest.raises(nalora.NALoRAError, match="begun with other settings: rank"):
+    with pytest.raises(nalora.NALoRAError, match="started with other settings: rank"):
         train(check({**settings, "rank": 4}), resume=True)
     assert train(run, resume=True)["steps"] == 6
     elsewhere = {**settings, "output": settings["output"] + "2"}

@@ -15,7 +15,7 @@ from torch import nn
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.token_mean import divides_by_items, share_of_step
+from nalora.training.run_trainer import divides_by_items, share_of_step
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=30)
 

@@ -82,7 +82,7 @@ def recipes(
     for command, files in (("train", packaged.recipes()), ("study", packaged.studies())):
         rows = table("command", "what it is", "cost")
         for each, file in files.items():
-            rows.add_row(f"nalora {command} {each}", *packaged.opening(file))
+            rows.add_row(f"nalora {command} {each}", *packaged.summary(file))
         screen.print(rows)
     screen.print(
         "To change one, copy it: `nalora recipes laptop > my.yaml`, `nalora recipes studies/laptop > my-study.yaml`.",

@@ -40,9 +40,7 @@ def train(
 
     described = read(run, settings or [])
     if not resume:
-        from nalora.runs.readiness import refuse_unready
-
-        refuse_unready(described)
+        described.refuse_unready()
     from nalora.distributed.processes import is_first_process
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run

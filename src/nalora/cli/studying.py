@@ -121,12 +121,11 @@ def _refuse_unready(described: Any, jobs: Iterable[Any]) -> None:
     """What the last hour of a study would need, before its first: a judge that is named."""
     if described.generate == "none":
         return
-    from nalora.runs.readiness import refuse_unready
     from nalora.runs.settings import check
 
     by_task = {repr((job.settings["task"], job.settings.get("judge_model"))): job for job in jobs}
     for job in by_task.values():
-        refuse_unready(check(job.settings))
+        check(job.settings).refuse_unready()
 
 
 def _make_ready(store: Path) -> None:

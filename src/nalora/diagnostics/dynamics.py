@@ -32,7 +32,7 @@ from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import read_run, refuse_unless_own
 from nalora.runs.settings import Run
-from nalora.runs.writable import refuse_unusable
+from nalora.runs.writable import refuse_unwritable
 
 CHANNELS_FILE = "diagnosis_channels.safetensors"
 
@@ -79,7 +79,7 @@ def diagnose(
     folder = RunFolder(target)
     run = read_run(folder, trust=request.trust)
     refuse_unless_own(folder, folder.diagnosis.name, CHANNELS_FILE)
-    refuse_unusable(folder.path)
+    refuse_unwritable(folder.path)
     states, notices = states_of(folder, run, request.every)
     began = time.perf_counter()
     probe, sites, residents = _ready(run, request)

@@ -27,7 +27,7 @@ from nalora.files import atomic
 from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import finished_run, refuse_unless_own
-from nalora.runs.writable import refuse_unusable
+from nalora.runs.writable import refuse_unwritable
 
 FILE_NAME = "mismatch.json"
 CHANNELS_FILE = "mismatch_channels.safetensors"
@@ -55,7 +55,7 @@ def diagnose_against(
     request = request or Request()
     finished = finished_run(run, trust=request.trust)
     refuse_unless_own(finished.folder, FILE_NAME, CHANNELS_FILE)
-    refuse_unusable(finished.folder.path)
+    refuse_unwritable(finished.folder.path)
     pair = open_pair(finished, target, request)
     batches = pair.probe.batches
     every_site, every_sum = compare(

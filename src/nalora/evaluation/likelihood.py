@@ -28,7 +28,7 @@ def target_losses(
     """
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(each) for each in examples]
-    collate = Collator(loaded.processor.pad_token_id, loaded.spec.kind)
+    collate = Collator(loaded.processor.pad_token_id)
     found: dict[int, tuple[float, int]] = {}
     for batch in of_like_length([len(row["input_ids"]) for row in rows], batch_tokens):
         found |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))

@@ -14,13 +14,13 @@ from nalora.evaluation.identity import identity
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.models.target_modules import first_sentence
-from nalora.runs.conversion import converted
 from nalora.runs.folder import HELD_OUT, RunFolder
 from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import FinishedRun, finished_run, refuse_unless_own
 from nalora.runs.settings import Removed, RunSettings, without_removed
-from nalora.runs.writable import as_a_name, refuse_unusable
+from nalora.runs.values import converted
+from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.tasks import Example, Task
 from nalora.tasks.validation import hold_out
 
@@ -76,17 +76,17 @@ def evaluate_target(
     folder = RunFolder(target)
     if folder.settings.is_file():
         finished = finished_run(folder.path, trust=request.trust, own=request.own)
-        refuse_unusable(output or folder.path)
+        refuse_unwritable(output or folder.path)
         return dict(_evaluate_run(finished, request, output, device, report))
     if request.task is None:
         raise _nothing_to_ask(folder)
     options = without_removed(request.options or {})
     _refuse_unknown_options(request.task, options)
     if output is None:
-        place = Path("runs") / "evaluations" / as_a_name(target.strip("/")) / tasks.name_of(request.task)
+        place = Path("runs") / "evaluations" / folder_name(target.strip("/")) / tasks.name_of(request.task)
     else:
         place = output / tasks.name_of(request.task) / "model"
-    refuse_unusable(place)
+    refuse_unwritable(place)
     task = tasks.get(request.task, data_dir=request.data_dir, **_with_record(request.task, options, place))
     settings = RunSettings(target, request.task, device=device)
     loaded = task.prepare_model(loading.load(settings.model_spec(kind_of(task, settings))))

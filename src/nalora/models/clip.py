@@ -82,7 +82,7 @@ class PictureCollator:
     """
 
     # The dataset may contain None in place of a picture.
-    takes_blanks: ClassVar[bool] = True
+    accepts_none: ClassVar[bool] = True
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor

@@ -1,17 +1,17 @@
-"""Which files and folders of a run's folder are nalora's: only these are ever overwritten or removed."""
+"""The entries of a run's folder that belong to nalora: only these are ever overwritten or removed."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from nalora.errors import NALoRAError, wrong_kind
 from nalora.files import yaml_reader
-from nalora.runs import checkpoints
+from nalora.runs import checkpoints, old_names
 from nalora.runs.marker import MARKER, is_marked
 from nalora.runs.settings import RunSettings, check
 
@@ -20,110 +20,88 @@ FILES = (
     "run.yaml", "environment.json", "metrics.jsonl", "gates.jsonl", "diagnosis.json", "diagnosis_channels.safetensors",
     "mismatch.json", "mismatch_channels.safetensors", "result.json", "start.safetensors", "gora.safetensors",
 )  # fmt: skip
-# As a whole, and those in which nalora owns only the entries that it names.
+# Folders that belong to nalora as a whole, and those in which it owns only the entries that it named.
 WHOLE_FOLDERS = ("adapter", "model", "start")
 SHARED_FOLDERS = ("checkpoints", "snapshots", "evaluations")
 _SNAPSHOT = re.compile(r"step-\d{8,}|\.step-\d{8,}\.\d+")
-# Files that `whole_files` was writing when the process was killed.
+# Temporary files of `atomic.write` that a kill left.
 _PARTIAL = re.compile(rf"\.({'|'.join(map(re.escape, (*FILES, MARKER, LOCK)))})\.[0-9a-f.]+")
 
 
 def own_entries(folder: Path) -> Iterator[Path]:
-    """What nalora wrote into a run's folder up to its end, without evaluations and reports; marker and lock last."""
-    for name in (*FILES, *WHOLE_FOLDERS):
-        if exists(folder / name):
-            yield folder / name
-    for entry in sorted(folder.iterdir()):
-        if _PARTIAL.fullmatch(entry.name):
-            yield entry
+    """Yield what nalora wrote into a run's folder, without evaluations and reports; lock and marker last."""
+    yield from (folder / name for name in (*FILES, *WHOLE_FOLDERS) if exists(folder / name))
+    yield from (entry for entry in sorted(folder.iterdir()) if _PARTIAL.fullmatch(entry.name))
     yield from checkpoints.own(folder / "checkpoints")
-    snapshots = folder / "snapshots"
-    if snapshots.is_dir() and not snapshots.is_symlink():
-        yield from (entry for entry in sorted(snapshots.iterdir()) if is_snapshot(entry.name))
+    yield from (entry for entry in _entries(folder / "snapshots") if is_snapshot(entry.name))
     yield from (folder / name for name in (LOCK, MARKER) if exists(folder / name))
 
 
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+
+
 def is_snapshot(name: str) -> bool:
-    """Whether that is the name of a snapshot, or of one that was being written when the run was killed."""
+    """Return whether this is the name of a snapshot, or of one that was being written when the run was killed."""
     return _SNAPSHOT.fullmatch(name) is not None
 
 
-def left_of_a_start(folder: Path) -> bool:
-    """Whether a marked folder holds nothing but what a process writes before its run.yaml."""
+def is_barely_started(folder: Path) -> bool:
+    """Return whether a marked folder holds only what a process writes before run.yaml."""
     names = {entry.name for entry in folder.iterdir() if not _PARTIAL.fullmatch(entry.name)}
     return is_marked(folder, "run") and names <= {MARKER, LOCK, "environment.json"}
 
 
 def is_run_of_0_1(folder: Path) -> bool:
-    """Whether version 0.1, which wrote no marker, made this run: run.yaml has settings that hold, with its companion.
+    """Return whether version 0.1, which wrote no marker, made this run: both its files are there and valid.
 
-    The settings of the method and the task are not looked at: to read them may mean to run a file of the user's.
+    The settings of the method and the task are not checked: reading them may run a Python file of the user's.
     """
     try:
-        settings = yaml_reader.read(folder / "run.yaml", "a run's settings", "train it again")
+        options = old_names.current(yaml_reader.read(folder / "run.yaml", "a run's settings", "train it again"))
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        if not {"model", "task", "method"} <= options.keys():
+            return False
+        run_options = {name: options[name] for name in RunSettings.__dataclass_fields__ if name in options}
+        check(run_options | {"method": "lora", "task": "gsm8k"})
     except (OSError, ValueError, NALoRAError):
         return False
-    if not {"model", "task", "method"} <= settings.keys():
-        return False
-    if not isinstance(environment, dict) or not isinstance(environment.get("versions"), dict):
-        return False
-    own: dict[str, Any] = {name: settings[name] for name in RunSettings.__dataclass_fields__ if name in settings}
-    try:
-        check(own | {"method": "lora", "task": "gsm8k"})
-    except NALoRAError:
-        return False
-    return True
+    return isinstance(environment, dict) and isinstance(environment.get("versions"), dict)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether nalora made the folder for a run."""
+    """Return whether nalora made the folder for a run."""
     return is_marked(folder, "run") or is_run_of_0_1(folder)
 
 
-def refuse_odd_entries(folder: Path, *names: str) -> None:
-    """Refuse a run in which a name of nalora's is a symbolic link, or a file where a folder belongs.
+def refuse_wrong_types(folder: Path, *names: str) -> None:
+    """Raise NALoRAError if one of nalora's names is a symbolic link, or a file where a folder belongs, or the reverse.
+
+    Writing there would leave the run's folder, or fail hours later.
 
     Args:
-        folder: of the run.
-        names: those that are going to be written; all of nalora's by default.
-
-    Raises:
-        NALoRAError: writing there would leave the run's folder, or fail hours later.
+        folder: the run's folder.
+        names: those that are going to be written; all by default.
     """
-    places = [folder / name for name in (*WHOLE_FOLDERS, *SHARED_FOLDERS)]
-    wanted = {MARKER: stat.S_ISREG, LOCK: stat.S_ISREG, **dict.fromkeys(FILES, stat.S_ISREG)}
-    kinds = {folder / name: kind for name, kind in wanted.items()} | dict.fromkeys(places, stat.S_ISDIR)
+    files = [folder / name for name in (MARKER, LOCK, *FILES)]
+    folders = [folder / name for name in (*WHOLE_FOLDERS, *SHARED_FOLDERS)]
     for place in (folder / "checkpoints", folder / "snapshots"):
-        if place.is_dir() and not place.is_symlink():
-            kinds |= {entry: stat.S_ISDIR for entry in place.iterdir() if _is_own_name(entry.name)}
-    for path, is_kind in kinds.items():
-        if names and path.name not in names:
-            continue
-        if path.parent == folder and path.name in WHOLE_FOLDERS:
-            _refuse_links_inside(path)
+        names_in_place = ((entry, entry.name) for entry in _entries(place))
+        folders += [path for path, name in names_in_place if is_snapshot(name) or checkpoints.step_in(name) is not None]
+    for path in (path for path in (*files, *folders) if not names or path.name in names):
+        is_kind, kind = (stat.S_ISDIR, "folder") if path in folders else (stat.S_ISREG, "file")
         if exists(path) and not is_kind(path.lstat().st_mode):
-            expected = "folder" if is_kind is stat.S_ISDIR else "file"
-            raise wrong_kind(
-                path, expected, f"a {expected} inside the run's folder", "move it away, or give another output="
-            )
+            raise _refusal(path, kind)
+        if path.parent == folder and path.name in WHOLE_FOLDERS and path.is_dir():
+            # Libraries write into these folders file by file, and open what is there.
+            for link in (entry for entry in path.rglob("*") if entry.is_symlink()):
+                raise _refusal(link, "file")
 
 
-def _refuse_links_inside(folder: Path) -> None:
-    """Libraries write into these folders file by file, and open what is there."""
-    for entry in folder.rglob("*") if folder.is_dir() and not folder.is_symlink() else ():
-        if entry.is_symlink():
-            raise wrong_kind(entry, "file", "a file inside the run's folder", "move it away, or give another output=")
-
-
-def _is_own_name(name: str) -> bool:
-    return checkpoints.step_in(name) is not None or is_snapshot(name)
+def _refusal(path: Path, kind: str) -> NALoRAError:
+    return wrong_kind(path, kind, f"a {kind} inside the run's folder", "move it away, or give another output=")
 
 
 def exists(path: Path) -> bool:
-    """Whether anything has that name, a broken symbolic link included."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    """Return whether anything has that name, including a broken symbolic link."""
+    return os.path.lexists(path)

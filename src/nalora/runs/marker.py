@@ -1,4 +1,4 @@
-"""The marker file that says that nalora made a folder: without it, a folder that is not empty is never written to."""
+"""The marker file of folders that nalora made: a folder without it that is not empty is never written to."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KINDS = {
 
 
 class Made(NamedTuple):
-    """What `mark` created: whether the folder, and whether the marker did not exist before."""
+    """What `mark` created: whether the folder, and whether the marker."""
 
     folder: bool
     marker: bool
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The content of a folder's marker; None where there is none, or one that nalora did not write."""
+    """Return the content of a folder's marker; None without one, or if nalora did not write it."""
     path = folder / MARKER
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -40,32 +40,25 @@ def read(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    known = isinstance(content, dict) and isinstance(content.get("nalora"), str)
-    known = known and isinstance(content.get("format"), int) and isinstance(content.get("kind"), str)
+    types = {"nalora": str, "format": int, "kind": str}
+    known = isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in types.items())
     return content if known and content["kind"] in _KINDS else None
 
 
 def is_marked(folder: Path, kind: Kind) -> bool:
-    """Whether nalora made the folder for this."""
-    content = read(folder)
-    return content is not None and content["kind"] == kind
+    """Return whether nalora made the folder for this kind of content."""
+    return (read(folder) or {}).get("kind") == kind
 
 
-def mark(folder: Path, kind: Kind, **facts: Any) -> Made:
-    """Create the folder and its marker where they are missing; call `refuse_foreign` first.
-
-    Args:
-        folder: of the run, the evaluation, the store or the demo.
-        kind: which of them.
-        facts: what else the marker says.
-    """
+def mark(folder: Path, kind: Kind, **entries: Any) -> Made:
+    """Create the folder and its marker, with further `entries`, if they are missing; call `refuse_foreign` first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
         new_folder = True
     except FileExistsError:
         new_folder = False
-    content = json_text({"nalora": __version__, "format": FORMAT, "kind": kind, **facts}) + "\n"
+    content = json_text({"nalora": __version__, "format": FORMAT, "kind": kind, **entries}) + "\n"
     try:
         # Exclusive: of two processes that start in the same folder one creates it.
         with open(folder / MARKER, "xb") as file:
@@ -80,56 +73,51 @@ def mark(folder: Path, kind: Kind, **facts: Any) -> Made:
 
 
 def _is_empty_marker(path: Path) -> bool:
-    """As a kill, or a full disk, between creating and writing it leaves one."""
+    """Return whether this is a marker that a kill, or a full disk, left empty."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return path.name == MARKER and stat.S_ISREG(found.st_mode) and found.st_size == 0
+    return path.name == MARKER and stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def refuse_foreign(
     folder: Path, kind: Kind, *, option: str, known: Callable[[Path], bool] = lambda folder: False
 ) -> None:
-    """Refuse a place in which nalora might overwrite or remove what it did not make. Nothing is touched.
+    """Raise NALoRAError for a place in which nalora might overwrite or remove what it did not make.
 
     Args:
-        folder: where a command is going to write.
+        folder: where a command is going to write. Nothing in it is changed.
         kind: what it writes.
         option: how the user names another place, such as ``output=``.
         known: recognises a folder that a version without markers made.
-
-    Raises:
-        NALoRAError: a file, a symbolic link, or a folder with content that is not nalora's.
     """
-    problem = _problem(folder, kind, known)
-    if problem is not None:
+    if problem := _problem(folder, kind, known):
         found, fix = problem
-        raise NALoRAError(
-            str(folder), found=found, expected="a new or empty folder, or one that nalora made", fix=fix % option
-        )
+        expected = "a new or empty folder, or one that nalora made"
+        raise NALoRAError(str(folder), found=found, expected=expected, fix=f"{fix}give another {option}")
 
 
 def _problem(folder: Path, kind: Kind, known: Callable[[Path], bool]) -> tuple[str, str] | None:
-    """What is wrong, and what helps."""
+    """Return what is wrong, and what helps other than another folder."""
     try:
         mode = folder.lstat().st_mode
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(mode):
         # Following it would write into, and on a failed start remove from, a folder that the user did not name.
-        return "a symbolic link", "give the folder that it points to, or another %s"
+        return "a symbolic link", "give the folder that it points to, or "
     if not stat.S_ISDIR(mode):
-        return "a file", "give another %s"
+        return "a file", ""
     content = read(folder)
     if content is None:
         names = sorted(entry.name for entry in folder.iterdir() if not _is_empty_marker(entry))
         if not names or known(folder):
             return None
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"a folder with files that nalora did not write ({shown})", "give another %s"
+        return f"a folder with files that nalora did not write ({shown})", ""
     if content["format"] > FORMAT:
-        return f"a folder that nalora {content['nalora']} made", "install that version, or give another %s"
+        return f"a folder that nalora {content['nalora']} made", "install that version, or "
     if content["kind"] != kind:
-        return f"the folder of {_KINDS[content['kind']]}", "give another %s"
+        return f"the folder of {_KINDS[content['kind']]}", ""
     return None

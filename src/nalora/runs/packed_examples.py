@@ -1,10 +1,8 @@
-"""Whether a model keeps packed examples apart: asked of the model itself, since few say so and none by a setting."""
+"""Check that a model isolates packed examples from each other, by running it: few models declare it."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,66 +11,52 @@ from nalora.errors import NALoRAError
 from nalora.models.attention import without_cache
 from nalora.runs.encoding import Collator, pack
 
-# Long enough for a convolution over four tokens to see past a boundary and for a state to carry on.
+# Long enough for a convolution over four tokens to cross the boundary and for a recurrent state to carry over.
 _LENGTH = 8
 
 
 def refuse_encoder_decoder(kind: str) -> None:
-    """Refuse to pack for an encoder-decoder: joined inputs and joined targets are of other lengths.
-
-    Raises:
-        NALoRAError: the model is one.
-    """
+    """Raise NALoRAError for an encoder-decoder: packed inputs and packed targets have different lengths."""
     if kind == "seq2seq":
-        raise _refusal("an encoder-decoder, whose inputs and targets are apart")
+        raise _refusal("an encoder-decoder, whose inputs and targets are separate")
 
 
-def refuse_unless_kept_apart(model: nn.Module) -> None:
-    """Refuse to pack where an example could see the one before it in its row.
+def refuse_unless_isolated(model: nn.Module) -> None:
+    """Raise NALoRAError if an example can attend to the one before it in a packed row.
 
-    Positions that start anew tell most decoders where an example begins. Models with ALiBi, learnt positions of their
-    own or a running state do not ask for them. Two short examples in one row tell: whatever the first one says, the
-    second one's logits must stay. Weights, modes and random states are left as they were.
-
-    Raises:
-        NALoRAError: they do not.
+    Positions that restart at 0 mark the beginning of an example for most decoders, but models with ALiBi, learned
+    positions without position_ids or a recurrent state ignore them. Two short examples in one row show it: the logits
+    of the second must not depend on the first. Weights, modes and random states are left unchanged.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    found = f"a {kind} model, in which an example sees the one packed before it"
+    refusal = _refusal(f"a {kind} model, in which an example sees the one packed before it")
     parameters = inspect.signature(model.forward).parameters.values()
-    if not any(each.name == "position_ids" or each.kind is each.VAR_KEYWORD for each in parameters):
-        raise _refusal(found)
+    if not any(parameter.name == "position_ids" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise refusal
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    ids = torch.randint(vocabulary, (3, _LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
-    with _asked_only(model) as device:
-        before, after = (_logits(model, [first, ids[2]], device)[_LENGTH:] for first in ids[:2])
-    # Masked attention leaves every bit; experts that get other numbers of tokens may round otherwise.
-    rounding = max(1e-5, 4 * torch.finfo(before.dtype).eps)
-    # `not <=`, since a model whose logits are NaN shows nothing.
-    if not (after - before).abs().max() <= rounding * before.abs().max():
-        raise _refusal(found)
-
-
-def _logits(model: nn.Module, examples: list[list[int]], device: torch.device) -> Tensor:
-    """Of each token of one packed row."""
-    row = pack([{"input_ids": ids, "labels": ids} for ids in examples], _LENGTH * len(examples))
-    batch = {name: each.to(device) for name, each in Collator(0)(row).items() if name != "labels"}
-    logits: Tensor = model(**batch).logits[0]
-    return logits
-
-
-@contextlib.contextmanager
-def _asked_only(model: nn.Module) -> Iterator[torch.device]:
-    """A model that learns nothing from what it is asked inside."""
+    first, other, second = torch.randint(vocabulary, (3, _LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     device = next(model.parameters()).device
-    modes = {name: each.training for name, each in model.named_modules()}
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), without_cache(model):
-            yield device
+            before, after = (_logits(model, [ids, second], device)[_LENGTH:] for ids in (first, other))
     finally:
-        for name, each in model.named_modules():
-            each.training = modes[name]
+        for module, mode in modes.items():
+            module.training = mode
+    # Masked attention changes no bit; experts that receive other numbers of tokens may round differently.
+    rounding = max(1e-5, 4 * torch.finfo(before.dtype).eps)
+    # `not <=`, so that NaN logits are refused as well.
+    if not (after - before).abs().max() <= rounding * before.abs().max():
+        raise refusal
+
+
+def _logits(model: nn.Module, examples: list[list[int]], device: torch.device) -> Tensor:
+    """Return the logits of each token of one packed row."""
+    row = pack([{"input_ids": ids, "labels": ids} for ids in examples], _LENGTH * len(examples))
+    batch = {name: tensor.to(device) for name, tensor in Collator(0)(row).items() if name != "labels"}
+    logits: Tensor = model(**batch).logits[0]
+    return logits
 
 
 def _refusal(found: str) -> NALoRAError:
@@ -80,5 +64,5 @@ def _refusal(found: str) -> NALoRAError:
         "packing: true",
         found=found,
         expected="a decoder that takes the beginnings of packed examples from their positions",
-        fix="leave packing out; batches: like-length leaves few pads as well",
+        fix="leave packing out; batches: like-length also leaves little padding",
     )

@@ -1,4 +1,4 @@
-"""Bars for work that says how far it is: what it does, how much of it is done, and of how much."""
+"""Progress bars: what is done, how much of it, and of how much."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -19,16 +20,21 @@ from rich.progress import (
 Report = Callable[[str, int, int], None]
 
 
+def progress_bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Return bars with counts and times; `columns` are shown between them."""
+    before = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*before, *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=transient)
+
+
 @contextlib.contextmanager
 def bars(console: Console, *, transient: bool = False) -> Iterator[Report]:
-    """One bar for each `what` that is reported as (what, done, total); transient ones are gone when the work is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=transient) as progress:
-        known: dict[str, TaskID] = {}
+    """Show one bar for each name that is reported as (name, done, total); transient bars are removed at the end."""
+    with progress_bars(console, transient=transient) as progress:
+        tasks: dict[str, TaskID] = {}
 
-        def report(what: str, done: int, total: int) -> None:
-            if what not in known:
-                known[what] = progress.add_task(what, total=total)
-            progress.update(known[what], completed=done, total=total)
+        def report(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done, total=total)
 
         yield report

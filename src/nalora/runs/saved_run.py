@@ -1,4 +1,4 @@
-"""A run that was trained before, read from its folder."""
+"""Runs that were trained before, read from their folders."""
 
 from __future__ import annotations
 
@@ -9,42 +9,87 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError
-from nalora.files import yaml_reader
+from nalora.files import python_files, yaml_reader
 from nalora.runs import contents
-from nalora.runs.diverged import Diverged, advice
 from nalora.runs.folder import RunFolder
-from nalora.runs.paths import from_where_it_was_trained
+from nalora.runs.provenance import WORKING_DIRECTORY
 from nalora.runs.settings import Run, RunSettings, check
-from nalora.runs.trust import refuse_untrusted
+from nalora.runs.trust import CODE, refuse_untrusted
+
+# Settings that may be a path. A hub id, or the name of a method or a task, is not a file there and stays unchanged.
+_PATHS = ("model", "data_dir", "like", *CODE)
+
+
+class Diverged(NALoRAError):  # noqa: N818 - the name that studies and users know it by
+    """Loss or gradients of a run became non-finite; `step` is the first such step, `checkpoint` the last good one."""
+
+    def __init__(self, where: str, step: int, advice: str, checkpoint: Path | None = None) -> None:
+        self.step = step
+        last = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
+        super().__init__(
+            where,
+            found=f"a run that diverged: loss or gradients are not finite from step {step} on{last}",
+            expected="finite numbers to the end",
+            fix=advice,
+        )
+
+
+def advice(settings: RunSettings) -> str:
+    """Return what to try against divergence, by what the run has not tried yet."""
+    dtypes = {"float16": "use dtype: bfloat16 or float32", "bfloat16": "use dtype: float32"}
+    steps = (
+        f"lower learning_rate (it was {settings.learning_rate:g})",
+        "raise warmup" if settings.warmup else "set warmup: 0.03",
+        f"lower max_norm ({settings.max_norm:g})" if settings.max_norm else "clip gradients with max_norm: 1.0",
+        dtypes.get(settings.dtype or "", "keep dtype: float32"),
+    )
+    return f"start another run, with another output=: {', '.join(steps)}"
 
 
 def read_run(folder: RunFolder, *, trust: bool = False, own: Mapping[str, Any] | None = None) -> Run:
-    """The settings of the run in a folder, with paths that lead from here to what they named there.
+    """Return the settings of a run, with relative paths resolved from the folder in which it was started.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         trust: whether code that its settings name may run, see `nalora.runs.trust`.
         own: the user's own settings of this run, whose code may run anyway.
 
     Raises:
-        NALoRAError: no run there, one whose settings cannot be read, or one that would run code without trust.
+        NALoRAError: no run there, settings that cannot be read, or settings that would run code without trust.
     """
     if not folder.settings.is_file():
-        raise NALoRAError(
-            str(folder.path), found="no run", expected="a folder that `nalora train` wrote", fix="check the path"
-        )
-    given = yaml_reader.read(folder.settings, "a run's settings", "train it again")
+        expected = "a folder that `nalora train` wrote"
+        raise NALoRAError(str(folder.path), found="no run", expected=expected, fix="check the path")
+    options = yaml_reader.read(folder.settings, "a run's settings", "train it again")
     if not trust:
-        refuse_untrusted(given, folder.path, own)
-    return check(from_where_it_was_trained(given, folder.path), str(folder.settings))
+        refuse_untrusted(options, folder.path, own)
+    return check(_with_absolute_paths(options, folder.path), str(folder.settings))
+
+
+def _with_absolute_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings with absolute in place of relative paths, if the run was started in another folder."""
+    settings = dict(options)
+    try:
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        started = (folder / environment[WORKING_DIRECTORY]).resolve()
+    except (OSError, ValueError, KeyError, TypeError):  # version 0.1 did not record it
+        return settings
+    for name in _PATHS if started != Path.cwd() else ():
+        value = settings.get(name)
+        python_file = python_files.split(value)
+        file = python_file[0] if python_file else value
+        if (name in CODE and not python_file) or not isinstance(file, str) or Path(file).is_absolute():
+            continue
+        try:
+            if (started / file).exists():
+                settings[name] = str(started / str(value))
+        except (OSError, ValueError):  # no file can have that name
+            continue
+    return settings
 
 
 def refuse_unless_own(folder: RunFolder, *names: str) -> None:
-    """Refuse to write these into a folder that is not a run of nalora's, or out of it through a symbolic link.
-
-    Raises:
-        NALoRAError: it is not, or does.
-    """
+    """Raise NALoRAError if the folder is not a run of nalora's, or one of these entries is not a plain one in it."""
     if not contents.is_run(folder.path):
         raise NALoRAError(
             str(folder.path),
@@ -52,12 +97,12 @@ def refuse_unless_own(folder: RunFolder, *names: str) -> None:
             expected="a run's, to write results into",
             fix="give the folder that `nalora train` wrote; for an evaluation --output FOLDER writes elsewhere",
         )
-    contents.refuse_odd_entries(folder.path, *names)
+    contents.refuse_wrong_types(folder.path, *names)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a finished run was told, and where what it trained is."""
+    """A finished run: its folder, its settings, and the folder of the trained adapter or model."""
 
     folder: RunFolder
     run: Run
@@ -65,29 +110,22 @@ class FinishedRun:
 
 
 def finished_run(path: str | Path, *, trust: bool = False, own: Mapping[str, Any] | None = None) -> FinishedRun:
-    """The run of a folder.
-
-    Args:
-        path: the folder.
-        trust: whether code that its settings name may run.
-        own: the user's own settings of this run, whose code may run anyway.
+    """Return the finished run in a folder; `trust` and `own` as in `read_run`.
 
     Raises:
-        NALoRAError: no run is there, one that is not finished or diverged, or one that would run code without
-            trust.
+        NALoRAError: as `read_run`, or the run is not finished or has diverged.
     """
     folder = RunFolder(path)
     run = read_run(folder, trust=trust, own=own)
     refuse_diverged(folder, run.settings)
     if not folder.result.is_file() or not folder.trained.is_dir():
-        raise NALoRAError(
-            str(path), found="an unfinished run", expected="a finished one", fix="nalora train … --resume"
-        )
+        resume = "nalora train … --resume"
+        raise NALoRAError(str(path), found="an unfinished run", expected="a finished one", fix=resume)
     return FinishedRun(folder, run, folder.trained)
 
 
 def diverged_step(folder: RunFolder) -> int | None:
-    """The step at which the run in a folder diverged; None where it did not, or has not ended."""
+    """Return the step at which a run diverged; None if it did not, or has not ended."""
     try:
         result = json.loads(folder.result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,15 +134,6 @@ def diverged_step(folder: RunFolder) -> int | None:
 
 
 def refuse_diverged(folder: RunFolder, settings: RunSettings) -> None:
-    """Raise what the run ended with, if it diverged: it has no result, and resumed it would diverge again.
-
-    Args:
-        folder: of the run.
-        settings: of the run, for the advice.
-
-    Raises:
-        Diverged: it did.
-    """
-    step = diverged_step(folder)
-    if step is not None:
+    """Raise Diverged for a run that diverged: it has no result, and would diverge again if it were resumed."""
+    if (step := diverged_step(folder)) is not None:
         raise Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint(before=step))

@@ -1,4 +1,4 @@
-"""What a run is told to do: one flat YAML file, checked as a whole before anything is loaded."""
+"""The settings of a run: one flat YAML file, checked as a whole before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from nalora.files import yaml_reader
 from nalora.methods.method import Adapter, Method
 from nalora.models.loading import ModelSpec
 from nalora.runs import old_names, packaged
-from nalora.runs.conversion import converted, takes_pairs
-from nalora.runs.limits import problems_of_values
+from nalora.runs.values import converted, limit_problems, takes_mapping
+
+# A null judge is allowed: the run can be trained now, and evaluated where there is a judge.
+_JUDGE = "judge_model"
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run's own settings; those of its method and its task are given with them. recipes/laptop.yaml explains each."""
+    """The settings that every run has, whatever its method and task. recipes/laptop.yaml explains each of them."""
 
     model: str
     task: str
@@ -45,7 +47,7 @@ class RunSettings:
     max_norm: float = 1.0
     optimizer: str = "adamw_torch"
     max_length: int = 1024
-    too_long: Literal["drop", "cut"] = "drop"
+    overlong: Literal["drop", "truncate"] = "drop"
     packing: bool = False
     batches: Literal["random", "like-length"] = "random"
     prompt_style: Literal["plain", "chat"] = "plain"
@@ -68,141 +70,148 @@ class RunSettings:
     report_to: str | list[str] = "none"
 
     def model_spec(self, kind: Any) -> ModelSpec:
-        """The model that the run asks for."""
+        """Return the specification of the base model."""
         names = ("dtype", "device", "attention", "quantise", "revision", "trust_remote_code")
         return ModelSpec(self.model, kind, **{name: getattr(self, name) for name in names})
 
     def adapter(self) -> Adapter:
-        """The adapter that the run asks for."""
+        """Return the configuration of the adapter."""
         return Adapter(self.rank, self.alpha, self.dropout, self.target_modules)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that can start: everything in the file was understood."""
+    """The checked settings of a run."""
 
     settings: RunSettings
     method: Method
     task_options: dict[str, Any] = field(default_factory=dict)
-    deleted: dict[str, Any] = field(default_factory=dict)  # settings of an earlier version that its key is made of
+    deleted: dict[str, Any] = field(default_factory=dict)  # settings of an earlier version that are part of the key
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings with their values, flat as in the file."""
+        """Return all settings with their values, flat as in the file."""
         return dataclasses.asdict(self.settings) | self.method.settings() | self.task_options
+
+    def refuse_unready(self) -> None:
+        """Raise NALoRAError if the evaluation would need a judge and none is named, before anything is loaded."""
+        name = self.settings.task
+        left_open = _JUDGE in self.task_options and self.task_options[_JUDGE] is None
+        if _JUDGE in tasks.option_types(name) and not left_open:
+            tasks.get(name, data_dir=self.settings.data_dir, **self.task_options).refuse_unready()
 
 
 def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """The run that a YAML file, or a recipe of that name, and ``key=value`` arguments describe.
+    """Return the run that a YAML file (or a recipe's name) and ``key=value`` arguments describe.
 
     Raises:
-        NALoRAError: no such file, no YAML, or settings that are not right: all of them in one message.
+        NALoRAError: no such file, not YAML, or wrong settings, all of which are named in one message.
     """
     path = packaged.recipe(file)
-    given = yaml_reader.read(path, "a run's YAML file", _how_to_get_one(str(file)))
-    if "arms" in given:
+    fix = did_you_mean(str(file), packaged.recipes(), "check the path, or give a recipe's name: see `nalora recipes`")
+    options = old_names.renamed(yaml_reader.read(path, "a run's YAML file", fix))
+    if "arms" in options:
         raise NALoRAError(str(path), found="a study", expected="a run's YAML file", fix=f"nalora study {path}")
-    changes = key_values(overrides)
-    for key in (key for key, value in changes.items() if value is Removed and key not in {*given, *_types()}):
-        near = did_you_mean(key, [*given, *_types()], "leave it out")
+    changes = old_names.renamed(key_values(overrides))
+    known = {**options, **_types()}
+    for key in (key for key, value in changes.items() if value is Removed and key not in known):
+        near = did_you_mean(key, known, "leave it out")
         raise NALoRAError(f"{shortened(key)}=", found=f"no such setting in {path}", expected="one to remove", fix=near)
-    given = without_removed({**given, **changes})
-    if given.get("output") is None:
-        given["output"] = str(Path("runs") / path.stem)
-    return check(given, where=str(path))
+    options = without_removed({**options, **changes})
+    if options.get("output") is None:
+        options["output"] = str(Path("runs") / path.stem)
+    return check(options, where=str(path))
 
 
 class Removed:
-    """Stands for the value of a setting that is to be as if the file did not have it."""
+    """The value of a setting that the command line removes from the file."""
 
 
 def key_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` arguments of the command line, their values read as YAML; `Removed` for ``key=``.
+    """Return ``key=value`` arguments of the command line, with values read as YAML and `Removed` for ``key=``.
 
     Raises:
-        NALoRAError: an argument without =, a value that is no YAML, or a key that is given twice.
+        NALoRAError: an argument without =, a value that is not YAML, or a key given twice.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for argument in arguments:
         key, separator, value = argument.partition("=")
         if not separator or not key:
             what = "no name before =" if separator else "no ="
-            fix = f"write {shortened(argument or 'key')}=VALUE" if not separator else "write the setting's name first"
+            fix = "write the setting's name first" if separator else f"write {shortened(argument or 'key')}=VALUE"
             raise NALoRAError(shortened(argument), found=what, expected="key=value", fix=fix)
-        if key in found:
-            raise NALoRAError(
-                shortened(argument), found=f"{shortened(key)} given twice", expected="once", fix="keep one of them"
-            )
-        found[key] = yaml_reader.value(value, shortened(argument)) if value else Removed
-    return found
+        if key in options:
+            twice = f"{shortened(key)} given twice"
+            raise NALoRAError(shortened(argument), found=twice, expected="once", fix="keep one of them")
+        options[key] = yaml_reader.value(value, shortened(argument)) if value else Removed
+    return options
 
 
-def without_removed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings but those that the command line removes with ``key=``."""
-    return {key: value for key, value in given.items() if value is not Removed}
+def without_removed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings except those that the command line removes with ``key=``."""
+    return {key: value for key, value in options.items() if value is not Removed}
 
 
-def _how_to_get_one(name: str) -> str:
-    recipes = packaged.recipes()
-    return did_you_mean(name, recipes, "check the path, or give a recipe's name: see `nalora recipes`")
-
-
-def check(given: Mapping[Any, Any], where: str = "run") -> Run:
-    """Understand settings.
+def check(options: Mapping[Any, Any], where: str = "run") -> Run:
+    """Return the run with these settings.
 
     Raises:
-        NALoRAError: every problem at once.
+        NALoRAError: all problems in one message.
     """
-    problems = [f"{shortened(repr(key))}: expected the name of a setting" for key in given if not isinstance(key, str)]
-    deleted = old_names.in_key(given)
-    given = {key: value for key, value in old_names.current(given).items() if isinstance(key, str)}
-    own = _types()
+    problems = [
+        f"{shortened(repr(key))}: expected the name of a setting" for key in options if not isinstance(key, str)
+    ]
+    problems += old_names.problems(options)
+    deleted = old_names.in_key(options)
+    options = {key: value for key, value in old_names.current(options).items() if isinstance(key, str)}
+    run_types = _types()
     method: type[Method] | None = None
-    of_task: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    task_types: dict[str, Any] = {}
+    method_types: dict[str, Any] = {}
     with collecting(problems):
-        method = methods.get(str(given.get("method", "lora")))
+        method = methods.get(str(options.get("method", "lora")))
     with collecting(problems):
-        of_task = tasks.option_types(str(given["task"])) if "task" in given else {}
+        task_types = tasks.option_types(str(options["task"])) if "task" in options else {}
     with collecting(problems):
-        options = method.options(given) if method else {}
-    # Else a strange setting may be one of the method or the task that was meant: only a slip in a known one is named.
-    all_known = not problems and "task" in given
-    known = {**own, **options, **of_task}
+        method_types = method.options(options) if method else {}
+    # Otherwise an unknown setting may belong to the intended method or task: only a near miss of a known one is named.
+    all_known = not problems and "task" in options
+    types = {**task_types, **method_types, **run_types}
     values: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in own or key in options:
-            hint = own[key] if key in own else options[key]
-            values[key] = converted(key, value, hint, problems)
-        elif key in of_task:
-            converted(key, value, of_task[key], problems)
-            values[key] = value  # as it was written: the keys of stored runs are made from it
+    for key, value in options.items():
+        if key in types:
+            result = converted(key, value, types[key], problems)
+            # A task's option stays as written: the keys of stored runs are made from it.
+            values[key] = result if key in run_types or key in method_types else value
         elif all_known and method and (owners := _methods_with(key)):
             problems.append(f"{key}: a setting of {', '.join(owners)}; the method of this run is {method.name}")
-        elif (near := did_you_mean(key, _fitting(known, value), "", cutoff=0.6 if all_known else 0.9)) or all_known:
-            problems.append(f"{shortened(key)}: no such setting" + (f" ({near})" if near else ""))
-    problems += [f"{name}: missing (see `nalora {name}s`)" for name in ("model", "task") if name not in given]
-    problems += problems_of_values(values)
+        else:
+            # A misspelt setting whose value is a mapping can only be one that takes a mapping.
+            near = [name for name, hint in types.items() if isinstance(value, Mapping) == takes_mapping(hint)]
+            fix = did_you_mean(key, near, "", cutoff=0.6 if all_known else 0.9)
+            if fix or all_known:
+                problems.append(f"{shortened(key)}: no such setting" + (f" ({fix})" if fix else ""))
+    problems += [f"{name}: missing (see `nalora {name}s`)" for name in ("model", "task") if name not in options]
+    problems += limit_problems(values)
     prepared = None
     if method and not problems:
         with collecting(problems):
-            prepared = method.build(**{key: value for key, value in values.items() if key in options})
+            prepared = method.build(**_only(values, method_types))
     if problems or prepared is None:
         raise SettingsError(where, problems)
-    settings = RunSettings(**{key: value for key, value in values.items() if key in own})
-    return Run(settings, prepared, {key: value for key, value in values.items() if key in of_task}, deleted)
+    run_settings = RunSettings(**_only(values, run_types))
+    return Run(run_settings, prepared, _only(values, task_types), deleted)
 
 
-def _fitting(types: Mapping[str, Any], value: Any) -> list[str]:
-    """The settings that a misspelt one with this value may have meant: `key: value` pairs fit no plain setting."""
-    return [name for name, hint in types.items() if isinstance(value, Mapping) == takes_pairs(hint)]
+def _only(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in names}
 
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """The settings that every run has, with their types. Kept: a study asks for each of its runs."""
+    """Return the type of every run setting; cached because a study checks hundreds of runs."""
     return typing.get_type_hints(RunSettings)
 
 
 def _methods_with(setting: str) -> list[str]:
-    """Methods that have this setting: of one without it, the wrong method is the likelier mistake."""
+    """Return the methods that have this setting: the wrong method is a likelier mistake than a misspelt name."""
     return [name for name in methods.names() if setting in methods.get(name).options({})]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nalora import tasks
-from nalora.runs import contents, marker
+from nalora.runs import contents, marker, old_names
 from nalora.runs.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.runs.settings import Run
 from nalora.studies.questions import is_on_other_data, questions_digest
@@ -33,6 +33,7 @@ def key(run: Run) -> str:
         for name, value in run.to_dict().items()
         if name not in INDIFFERENT and not (name in defaults and defaults[name] == value)
     }
+    content = old_names.as_in_keys(content)
     content |= {"method": run.method.name, "task": tasks.name_of(run.settings.task), **run.deleted}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

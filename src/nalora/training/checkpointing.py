@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, and that each is on the disk before it counts.
+"""When a run writes checkpoints; each is on the disk before it is marked complete.
 
 A kill -9 or a power cut must not cost hours, so by default a checkpoint is written every few minutes of wall clock.
 Their cost is bounded: all of them together take at most 5 % of the time, so a large state is saved less often.
@@ -21,24 +21,24 @@ from nalora.runs.folder import RunFolder
 from nalora.runs.lock import FolderLock
 
 SHARE_OF_TIME = 0.05
-# Bytes per second that the first checkpoint is expected to be written with; later ones go by what it took.
+# Bytes per second that the first checkpoint is expected to take; later estimates use its measured time.
 _EXPECTED_SPEED = 500e6
 _WEIGHTS_AND_ADAMS_MOMENTS = 3
 
 
-def _say(line: str) -> None:
-    """Not a log record: the command line switches the loggers of all libraries off."""
+def _warn(line: str) -> None:
+    """Print to stderr: the command line switches the loggers of all libraries off."""
     print(f"nalora: {line}", file=sys.stderr, flush=True)
 
 
-class SaveTimes(TrainerCallback):  # type: ignore[misc]
-    """Decides on checkpoints by the clock, marks those that are complete and removes those that are too old.
+class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
+    """Decides on checkpoints by the clock, marks complete ones and removes old ones.
 
-    To be added after all other callbacks: whatever they write into a checkpoint is then part of it.
+    Must be installed after all other callbacks, so that what they write into a checkpoint is part of it.
 
     Args:
-        folder: of the run.
-        minutes: between checkpoints; 0: none by the clock.
+        folder: the run's folder.
+        minutes: between checkpoints; 0 writes none by the clock.
         lock: of the folder, in the first process.
     """
 
@@ -47,33 +47,33 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
         self.spent = 0.0
         self._cost: float | None = None
         self._save_began: float | None = None
-        self._told_of_room = False
+        self._warned_of_space = False
 
     def install(self, trainer: Any) -> None:
-        """Follow the trainer."""
+        """Add this to the trainer's callbacks."""
         wrap_method(trainer, "_save_checkpoint", before=self._begin)
         trainer.add_callback(self)
         self.trainer = trainer
         self.began = self.last_save = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self.began = self.last_save = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Save if it is time; all processes do what the first one decides."""
+        """Save if it is time; the first process decides for all."""
         if self.lock is not None:
             self.lock.refuse_if_lost()
-        wanted = control.should_save
+        save = control.should_save
         if processes.is_first_process():
-            wanted = self._has_place(state.global_step) if wanted else self._is_due(state)
+            save = self._is_name_free(state.global_step) if save else self._is_due(state)
         if processes.count() > 1:
-            wanted = bool(processes.broadcast_from_first(int(wanted), args.device))
-        control.should_save = wanted
+            save = bool(processes.broadcast_from_first(int(save), args.device))
+        control.should_save = save
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """No process will write any more into the checkpoint: it is complete once the disk has it."""
+        """Mark the checkpoint complete: no process writes into it any more."""
         processes.barrier()
         if processes.is_first_process():
             checkpoints.complete(self._checkpoint(state.global_step))
@@ -87,37 +87,34 @@ class SaveTimes(TrainerCallback):  # type: ignore[misc]
         self._save_began = time.monotonic()
         if processes.is_first_process():
             checkpoints.begin(self._checkpoint(self.trainer.state.global_step))
-        processes.barrier()  # the others write into the folder that the first one made
+        processes.barrier()  # the others write into the folder that the first one created
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder.checkpoints / f"checkpoint-{step}"
 
     def _is_due(self, state: Any) -> bool:
-        """Whether the interval is over and the time spent on checkpoints stays within its share with one more."""
+        """Return whether the interval is over and one more checkpoint stays within the share of the time."""
         now = time.monotonic()
         if not self.interval or now - self.last_save < self.interval or state.global_step >= state.max_steps:
             return False
-        size = self._expected_size()
+        trainable = (p for p in self.trainer.model.parameters() if p.requires_grad)
+        size = _WEIGHTS_AND_ADAMS_MOMENTS * float(sum(p.numel() * p.element_size() for p in trainable))
         cost = size / _EXPECTED_SPEED if self._cost is None else self._cost
         if self.spent + cost > SHARE_OF_TIME * (now - self.began + cost):
             return False
-        return self._has_place(state.global_step) and self._has_room(size)
+        return self._is_name_free(state.global_step) and self._has_space(size)
 
-    def _has_place(self, step: int) -> bool:
-        """Whether the name is free; a folder of that name that nalora did not write stays as it is."""
+    def _is_name_free(self, step: int) -> bool:
+        """Return whether the name is free; a folder of that name that nalora did not write stays unchanged."""
         free = checkpoints.is_free(self._checkpoint(step))
         if not free:
-            _say(f"no checkpoint at step {step}: {self._checkpoint(step)} is not nalora's")
+            _warn(f"no checkpoint at step {step}: {self._checkpoint(step)} is not nalora's")
         return free
 
-    def _has_room(self, size: float) -> bool:
-        """Whether the disk has room: a checkpoint that nobody asked for must not end the run."""
+    def _has_space(self, size: float) -> bool:
+        """Return whether the disk has space: a checkpoint by the clock must not end the run."""
         enough = shutil.disk_usage(self.folder.path).free > 1.2 * size + 2**26
-        if not enough and not self._told_of_room:
-            _say(f"no checkpoints for now: {self.folder.path} has no room for {size / 2**30:.1f} GiB")
-        self._told_of_room = not enough
+        if not enough and not self._warned_of_space:
+            _warn(f"no checkpoints for now: {self.folder.path} has no space for {size / 2**30:.1f} GiB")
+        self._warned_of_space = not enough
         return enough
-
-    def _expected_size(self) -> float:
-        trained = (p for p in self.trainer.model.parameters() if p.requires_grad)
-        return _WEIGHTS_AND_ADAMS_MOMENTS * float(sum(p.numel() * p.element_size() for p in trained))

@@ -1,4 +1,4 @@
-"""What a method gets before the first step: the run's length, its first batches, places to keep things."""
+"""What a method gets before the first step: the run's length, its first batches, folders for its files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nalora.methods.method import Batch, Start
 from nalora.runs.folder import RunFolder
 from nalora.runs.progress import Report
 from nalora.runs.settings import RunSettings
-from nalora.training.trainer import split_batch
+from nalora.training.batches import split_batch
 
 
 @contextlib.contextmanager
 def start_folder(folder: RunFolder) -> Iterator[None]:
-    """Have the folder in which a method keeps its start; not afterwards, if the method kept nothing."""
+    """Create the folder for a method's start files; remove it at the end if the method wrote none."""
     place = folder.start
     place.mkdir(exist_ok=True)
     yield
@@ -39,14 +39,14 @@ def make_start(
     folder: Path,
     report: Report,
 ) -> Start:
-    """The start of a run on these examples."""
+    """Return the start of a run on these examples."""
     split = split_batch(settings)
-    # A batch is what an optimizer step trains on, whatever passes it is split into.
+    # A batch is what an optimizer step is trained on, however it is split into passes.
     rows = min(settings.batch_size, len(dataset))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(settings.seed)).tolist()
 
     def batches(n: int) -> Iterator[Batch]:
-        """Of each batch this process takes every so many-th row, so that all of them together are one process's."""
+        """Yield this process's part of each batch; all parts together are the batch of a single process."""
         for i in range(n):
             own = [order[(i * rows + j) % len(order)] for j in range(processes.rank(), rows, split.processes)]
             for first in range(0, len(own), split.micro):

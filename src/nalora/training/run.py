@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from nalora.models import loading
 from nalora.models.attention import without_cache
 from nalora.models.compatibility import resolve_device
 from nalora.models.loading import Loaded
-from nalora.runs import loggers
-from nalora.runs.diverged import Diverged, advice
 from nalora.runs.folder import RunFolder
-from nalora.runs.inputs import Material, described, kind_of, prepare, rows_summary
+from nalora.runs.inputs import RunInputs, kind_of, prepare
 from nalora.runs.progress import bars
-from nalora.runs.saved_run import refuse_diverged
-from nalora.runs.settings import Run, RunSettings
-from nalora.training import liger
+from nalora.runs.saved_run import Diverged, advice, refuse_diverged
+from nalora.runs.settings import Run
+from nalora.runs.values import refuse_missing_loggers
+from nalora.training.accelerations import fused_adapters, liger_contained
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
-from nalora.training.checkpointing import SaveTimes
+from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
 from nalora.training.method_start import make_start, start_folder
@@ -36,28 +34,27 @@ from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.trainer import make_trainer
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
+class Interrupted(Exception):  # noqa: N818 - not an error: the user requested it
     """The run was stopped at a step from which it can be resumed."""
 
 
 def train(run: Run, *, resume: bool = False, take_over: bool = False, console: Console | None = None) -> dict[str, Any]:
-    """Train, save, and give what `result.json` says.
+    """Train and save; return the content of `result.json`.
 
     Args:
         run: what to train.
-        resume: whether the run in its folder goes on.
-        take_over: whether the folder is taken over from a process on another host, which must not run any more.
+        resume: whether to resume the run in its folder.
+        take_over: whether to take the folder over from a process on another host, which must not run any more.
         console: for progress and messages.
 
     Raises:
-        NALoRAError: something is not there, or the folder holds another run, files of somebody else's, or a process
-            that is at work in it.
+        NALoRAError: something is missing, or the folder holds another run, files that are not nalora's, or is in use.
         Interrupted: stopped by Ctrl-C, with a checkpoint.
-        Diverged: loss or gradients stayed non-finite, in this training or in the finished one that is to be resumed.
+        Diverged: loss or gradients stayed non-finite, in this training or in the finished one to be resumed.
     """
     settings = run.settings
     device = resolve_device(settings.device)
-    loggers.refuse_missing(settings.report_to)
+    refuse_missing_loggers(settings.report_to)
     processes.init_process_group(device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
@@ -74,70 +71,59 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             console.print(notice, highlight=False)
         with console.status(f"loading {settings.model}"):
             loaded = loading.load(settings.model_spec(kind_of(task, settings)))
-        material = prepare(task, loaded, settings)
-        for line in described(material):
+        inputs = prepare(task, loaded, settings)
+        for line in inputs.notices():
             console.print(line, highlight=False)
-        with liger.contained(loaded.model) if settings.liger else contextlib.nullcontext():
-            return _train(run, loaded, material, folder, claim, console)
+        with liger_contained(loaded.model) if settings.liger else contextlib.nullcontext():
+            with without_cache(inputs.model):
+                model, result, diverged_step = _train_steps(run, loaded, inputs, folder, claim, console)
+            _save(run, loaded, model, folder, result, diverged_step)
+        return result
 
 
-def _train(
-    run: Run, loaded: Loaded, material: Material, folder: RunFolder, claim: Claim, console: Console
-) -> dict[str, Any]:
-    with without_cache(material.model):
-        model, result, diverged_step = _do_steps(run, loaded, material, folder, claim, console)
-    if diverged_step is not None:
-        raise _diverged(run.settings, folder, result, diverged_step)
-    if run.method.trains_the_model:
-        run.method.save(loaded.model, folder.model)
-    else:
-        run.method.save(model, folder.adapter)
-    if is_first_process():
-        if run.method.trains_the_model:
-            loaded.processor.save_pretrained(folder.model)
-        folder.finish(result)
-    return result
-
-
-def _do_steps(
-    run: Run, loaded: Loaded, material: Material, folder: RunFolder, claim: Claim, console: Console
+def _train_steps(
+    run: Run, loaded: Loaded, inputs: RunInputs, folder: RunFolder, claim: Claim, console: Console
 ) -> tuple[nn.Module, dict[str, Any], int | None]:
-    """The trained model, its result, and the step from which it diverged, if it did."""
+    """Return the trained model, its result, and the step from which it diverged, if it did."""
     settings, checkpoint = run.settings, claim.checkpoint
     with bars(console, transient=True) as report:
-        start = make_start(settings, material.dataset, material.collator, loaded.device, folder.start, report)
+        start = make_start(settings, inputs.dataset, inputs.collator, loaded.device, folder.start, report)
         with start_folder(folder):
-            model = run.method.prepare(material.model.train(), material.adapter, start)
+            model = run.method.prepare(inputs.model.train(), inputs.adapter, start)
     if step_of(checkpoint) >= start.steps:
-        # Killed before its result was written: from the checkpoint of its last step transformers would do one more.
+        # Killed before its result was written: from the checkpoint of the last step transformers would train one more.
         checkpoint = folder.latest_checkpoint(before=start.steps)
     record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title)
-    trainer = make_trainer(settings, model, material.dataset, material.collator, [record, stop, bar])
+    trainer = make_trainer(settings, model, inputs.dataset, inputs.collator, [record, stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
     run.method.attach(trainer)
-    folder.forget_after(step_of(checkpoint))
+    folder.remove_after(step_of(checkpoint))
+    if (controller := getattr(trainer, "nalora_controller", None)) is not None:
+        trainer.add_callback(GateRecord(folder, controller))
+    if settings.snapshot_every:
+        trained = loaded.model if run.method.trains_the_model else trainer.model
+        trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
     watch = DivergenceWatch()
-    _keep_records(run, trainer, folder, loaded.model)
     watch.install(trainer)
-    SaveTimes(folder, settings.save_minutes, claim.lock).install(trainer)
-    record.follow(trainer)
+    CheckpointSchedule(folder, settings.save_minutes, claim.lock).install(trainer)
+    record.start(trainer)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
         with (
             processes.report_lost_process(lambda: trainer.state.global_step),
-            _fused(trainer) if settings.fused_adapters else contextlib.nullcontext(),
+            fused_adapters(trainer) if settings.fused_adapters else contextlib.nullcontext(),
         ):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except processes.LostProcessError:
-        stop.keep_listening()
+        stop.keep_handlers()
         raise
     finally:
         bar.close()
-        stop.stop_listening()
+        stop.restore_handlers()
     diverged_step = watch.conclude()
-    if diverged_step is None and stop.asked and trainer.state.global_step < trainer.state.max_steps:
-        raise Interrupted(f"stopped after step {trainer.state.global_step}; go on with --resume")
+    if diverged_step is None and stop.requested and trainer.state.global_step < trainer.state.max_steps:
+        raise Interrupted(f"stopped after step {trainer.state.global_step}; continue with --resume")
     result = {
         "method": run.method.name,
         "model": settings.model,
@@ -147,47 +133,34 @@ def _do_steps(
         "trainable_parameters": run.method.trainable_parameters(model),
         "seconds": round(record.seconds, 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
-        **rows_summary(material),
+        **inputs.summary(),
     }
     return model, result, diverged_step
 
 
-@contextlib.contextmanager
-def _fused(trainer: Any) -> Iterator[None]:
-    """The trainer's adapters as single functions, for the length of its training."""
-    if (count := processes.count()) > 1:
-        raise NALoRAError(
-            "fused_adapters: true", found=f"{count} processes", expected="one", fix="leave fused_adapters out"
-        )
-    from nalora.kernels.fused.linears import fuse_adapters
-
-    undo = fuse_adapters(trainer.model)
-    try:
-        yield
-    finally:
-        for put_back in undo:
-            put_back()
-
-
-def _keep_records(run: Run, trainer: Any, folder: RunFolder, whole: nn.Module) -> None:
-    """What is recorded of the gates while the run goes on."""
-    settings = run.settings
-    if (controller := getattr(trainer, "nalora_controller", None)) is not None:
-        trainer.add_callback(GateRecord(folder, controller))
-    if settings.snapshot_every:
-        trained = whole if run.method.trains_the_model else trainer.model
-        trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
-
-
-def _diverged(settings: RunSettings, folder: RunFolder, result: dict[str, Any], step: int) -> Diverged:
-    """Write a result that says so, without an adapter; what to raise."""
-    error = Diverged(str(folder.path), step, advice(settings), folder.latest_checkpoint(before=step))
+def _save(
+    run: Run, loaded: Loaded, model: nn.Module, folder: RunFolder, result: dict[str, Any], diverged_step: int | None
+) -> None:
+    """Save the adapter, or the whole model, and the result; of a diverged run only the result, and raise Diverged."""
+    if diverged_step is not None:
+        last = folder.latest_checkpoint(before=diverged_step)
+        error = Diverged(str(folder.path), diverged_step, advice(run.settings), last)
+        if is_first_process():
+            diverged = {"diverged": True, "diverged_step": diverged_step, "message": str(error)}
+            folder.finish({**result, "train_loss": None, **diverged})
+        raise error
+    if run.method.trains_the_model:
+        run.method.save(loaded.model, folder.model)
+        if is_first_process():
+            loaded.processor.save_pretrained(folder.model)
+    else:
+        run.method.save(model, folder.adapter)
     if is_first_process():
-        folder.finish({**result, "train_loss": None, "diverged": True, "diverged_step": step, "message": str(error)})
-    return error
+        folder.finish(result)
 
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:
+    """Return the content of result.json; raise NALoRAError if it is damaged."""
     try:
         result = json.loads(folder.result.read_text(encoding="utf-8"))
     except ValueError:
@@ -197,6 +170,6 @@ def _read_result(folder: RunFolder) -> dict[str, Any]:
             str(folder.result),
             found="a damaged file",
             expected="the result of a finished run",
-            fix="move it away, and --resume goes on from the last checkpoint",
+            fix="move it away; --resume then continues from the last checkpoint",
         )
     return result

@@ -1,8 +1,8 @@
-"""What a run keeps for later looks at its gates: snapshots of what was trained, and rows of gates for logged steps.
+"""Records for later analysis of the gates: snapshots of what is trained, and a row of gate metrics per logged step.
 
-gates.jsonl opens with the blocks and why a control does not act on one (empty where it acts), and has then, for each
-logged step, one list a measure with an entry for each block; null where a block has no such value.
-snapshots/step-00000010/ is what the run would have saved at that step, and under NA-LoRA the controller's state.
+The first line of gates.jsonl has the blocks, and why a control does not act on a block (empty if it acts). Each further
+line has, for a logged step, a list per metric with one entry for each block; null where a block has no such value.
+snapshots/step-00000010/ is what the run would have saved at that step and, under NA-LoRA, the controller's state.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, folder: RunFolder, controller: Any) -> None:
         self.folder, self.controller = folder, controller
-        self.blocks: list[str] = [each.block.name for each in controller.plan.blocks]
+        self.blocks: list[str] = [plan.block.name for plan in controller.plan.blocks]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say which blocks there are, unless a resumed run's file does."""
+        """Write the first line, unless a resumed run's file has it."""
         file = self.folder.gates
         if state.is_world_process_zero and not (file.is_file() and file.stat().st_size):
             plans = self.controller.plan.blocks
+            thresholds = [plan.thresholds for plan in plans]
             self._append({
                 "blocks": [in_base(name) for name in self.blocks],
-                "activations": [each.block.activation.name for each in plans],
-                "thresholds": [list(each.thresholds) if each.thresholds[0] < each.thresholds[1] else None
-                               for each in plans],
-                "mask_off": [each.mask_off for each in plans],
-                "scaling_off": [each.scaling_off for each in plans],
+                "activations": [plan.block.activation.name for plan in plans],
+                "thresholds": [list(pair) if pair[0] < pair[1] else None for pair in thresholds],
+                "mask_off": [plan.mask_off for plan in plans],
+                "scaling_off": [plan.scaling_off for plan in plans],
             })  # fmt: skip
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """One row for each logged step."""
+        """Write a row for each logged step."""
         if state.is_world_process_zero and logs and "loss" in logs:
             values = self.controller.metrics(per_block=True)
             names = [*NAMES, *(name for name in FOLLOWED.values() if name in values)]
@@ -61,34 +61,34 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
 
 
 class Snapshots(TrainerCallback):  # type: ignore[misc]
-    """Saves what was trained at the first step, at every so many-th and at the last.
+    """Saves what is trained before the first step, every `every` steps and after the last.
 
     Args:
-        folder: of the run.
-        every: so many steps.
-        method: knows how its adapter is saved for the stock base model.
+        folder: the run's folder.
+        every: steps between snapshots.
+        method: saves its adapter for the stock base model.
         model: what it saves.
-        controller: NA-LoRA's, None without it.
+        controller: NA-LoRA's; None without it.
     """
 
     def __init__(self, folder: RunFolder, every: int, method: Method, model: nn.Module, controller: Any) -> None:
         self.folder, self.every, self.method, self.model, self.controller = folder, every, method, model, controller
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Where the run starts; a resumed one has that already."""
+        """Save before the first step; a resumed run has that snapshot."""
         if state.global_step == 0:
             self.save(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After the step, the controller's part included."""
+        """Save after the step, including the controller's part of it."""
         step = state.global_step
         if (step % self.every == 0 or step == state.max_steps) and finite_parameters(self.model):
             self.save(step)
 
     def save(self, step: int) -> Path:
-        """Write a snapshot beside its place, then move it there: one that is there is whole.
+        """Write a snapshot under a temporary name, then rename it, so that every named one is complete.
 
-        Every process takes part, since each may hold a share of the model; the first one writes.
+        Every process takes part, because each may hold a shard of the model; the first one writes.
         """
         place = self.folder.snapshot(step)
         partial = place.with_name(f".{place.name}.{os.getpid()}")
@@ -105,5 +105,5 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
 
 
 def _rounded(value: float | None) -> float | None:
-    """Five significant digits: what a picture can show, and a file a third as long."""
+    """Round to five significant digits: enough for a figure, and a third of the file size."""
     return None if value is None else float(f"{value:.5g}")

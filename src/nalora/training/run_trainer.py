@@ -1,0 +1,90 @@
+"""A Trainer whose training does not depend on how its batch is split over passes and processes.
+
+The loss of an optimizer step is the mean over all its label tokens. A pass contributes (its tokens / the step's tokens)
+× its own mean. Most decoders compute that themselves: given `num_items_in_batch`, they divide the sum of their tokens'
+losses by it. T5, BART and similar models accept the argument, as they accept any, and return the mean of their pass all
+the same; summed over passes that would be too large by their number.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import unwrap_peft_model
+
+from nalora.control.tokens import IGNORED_LABEL
+from nalora.training.batches import FilledBatches
+
+
+class RunTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose loss is the mean over the label tokens of a step, and whose processes share each epoch evenly.
+
+    Attributes:
+        weights_passes: whether the mean of each pass is weighted here, because the model does not divide its loss.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        inner = unwrap_peft_model(self.accelerator.unwrap_model(self.model))
+        self.weights_passes = not divides_by_items(inner)
+        # In both cases the labels of a step are counted, and the losses of its passes add up to the step's.
+        self.model_accepts_loss_kwargs = True
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        """Return a pass's share of the loss of its step, times the number of processes, over which DDP averages."""
+        if not self.weights_passes or num_items_in_batch is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs = model(**inputs)
+        labels = inputs["labels"][..., 1:] if getattr(self, "_loss_shifts_labels", False) else inputs["labels"]
+        loss = share_of_step(outputs["loss"], labels, num_items_in_batch) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def get_train_dataloader(self) -> Any:
+        """Return Accelerate's loader, with `FilledBatches` if the collator accepts None."""
+        loader = super().get_train_dataloader()
+        shard = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard) and getattr(self.data_collator, "accepts_none", False):
+            shard.batch_sampler = FilledBatches(shard.batch_sampler, shard.num_processes)
+            # A resumed epoch sets its number on this attribute; Accelerate sets only its own sampler here.
+            shard.sampler = shard.batch_sampler.sampler
+        return loader
+
+
+def divides_by_items(model: nn.Module) -> bool:
+    """Return whether the model's own loss is its sum over `num_items_in_batch`, by the source of its forward pass.
+
+    False if the source cannot be read: weighting the mean is correct for every model.
+    """
+    if (declared := getattr(model, "accepts_loss_kwargs", None)) is not None:
+        return bool(declared)
+    try:
+        source = inspect.getsource(inspect.unwrap(model.forward))
+        tree = ast.parse(textwrap.dedent(source))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    return any(isinstance(node, ast.Call) and _forwards_items(node) for node in ast.walk(tree))
+
+
+def _forwards_items(call: ast.Call) -> bool:
+    """Return whether a call is `self.loss_function(…, **kwargs)`, or has the argument `num_items_in_batch`."""
+    names = {keyword.arg for keyword in call.keywords}  # None for **kwargs
+    is_loss = isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"
+    return "num_items_in_batch" in names or (is_loss and None in names)
+
+
+def share_of_step(mean: Tensor, labels: Tensor, items: Tensor | int) -> Tensor:
+    """Return what a pass with this mean loss contributes to the mean over the `items` labels of its step.
+
+    A pass without labels contributes 0, where its own mean is 0/0. Nothing here waits for the device.
+    """
+    own = (labels != IGNORED_LABEL).sum()
+    return torch.where(own > 0, mean, 0) * (own.to(mean.dtype) / items)
