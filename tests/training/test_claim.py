@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(folder):
 
 def test_a_parent_that_is_a_file_is_one_sentence(folder):
     folder.path.parent.write_text("mine")
-    with pytest.raises(nalora.NALoRAError, match="a file and no folder"):
+    with pytest.raises(nalora.NALoRAError, match="a file and not a folder"):
         start(folder, lambda: None)
     assert folder.path.parent.read_text() == "mine"
 
