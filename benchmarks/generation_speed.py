@@ -15,7 +15,7 @@ import harness
 import torch
 
 from nalora import tasks
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
 from nalora.models.loading import ModelSpec, load
 from nalora.runs.encoding import Encoder
 from nalora.tasks import Example
@@ -36,7 +36,7 @@ def main() -> None:
     loaded = load(ModelSpec(args.model))
     task = tasks.get("gsm8k", data_dir=args.data_dir)
     loaded.model.eval()
-    writer = Writer(
+    writer = AnswerGenerator(
         loaded.model,
         Encoder(loaded.processor, style="chat"),
         max_new_tokens=task.max_new_tokens,
@@ -77,7 +77,7 @@ def main() -> None:
     )
 
 
-def measured(writer: Writer, groups: list[list[Example]]) -> tuple[float, list[str]]:
+def measured(writer: AnswerGenerator, groups: list[list[Example]]) -> tuple[float, list[str]]:
     """Generated tokens per second, and the texts."""
     torch.cuda.synchronize()
     began, tokens, texts = time.perf_counter(), 0, []

@@ -10,7 +10,8 @@ import torch
 
 import nalora
 from nalora.evaluation import evaluate as evaluation
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
+from nalora.evaluation.identity import Questions
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.models.loading import Loaded, ModelSpec, load
 from nalora.runs.encoding import Encoder
@@ -41,9 +42,13 @@ class Echo(Task):
         return {"accuracy": float(bool(outputs[0]) and ord(outputs[0][0]) % 2)}
 
 
+def evaluate(loaded, task, folder, **options):
+    return evaluation.evaluate(loaded, Questions(task, task.test_examples()), folder, **options)
+
+
 def written(loaded, examples, **options):
-    writer = Writer(loaded.model, Encoder(loaded.processor), max_new_tokens=8, **options)
-    return {a.example.id: a for batch in writer.batches(examples) for a in writer.answer(batch)}
+    generator = AnswerGenerator(loaded.model, Encoder(loaded.processor), max_new_tokens=8, **options)
+    return {a.example.id: a for batch in generator.batches(examples) for a in generator.answer(batch)}
 
 
 def test_padded_batches_write_what_is_written_one_by_one(loaded):
@@ -72,26 +77,28 @@ def test_stop_texts_cut_and_conversations_go_on(loaded):
 
 
 def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
-    whole = evaluation.evaluate(loaded, Echo(), tmp_path / "whole", batch_tokens=60)
+    whole = evaluate(loaded, Echo(), tmp_path / "whole", batch_tokens=60)
     asked = []
-    write = Writer.answer
+    answer = AnswerGenerator.answer
 
     def counted(self, batch):
         asked.extend(each.id for each in batch)
         if len(asked) > 5:
             raise KeyboardInterrupt
-        return write(self, batch)
+        return answer(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "answer", counted)
+        patched.setattr(AnswerGenerator, "answer", counted)
         with pytest.raises(KeyboardInterrupt):
-            evaluation.evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
+            evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
     before = {json.loads(line)["id"] for line in (tmp_path / "pieces" / "outputs.jsonl").read_text().splitlines()}
     assert 0 < len(before) < 9
     del asked[:]
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "answer", lambda self, batch: asked.extend(e.id for e in batch) or write(self, batch))
-        pieces = evaluation.evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
+        patched.setattr(
+            AnswerGenerator, "answer", lambda self, batch: asked.extend(e.id for e in batch) or answer(self, batch)
+        )
+        pieces = evaluate(loaded, Echo(), tmp_path / "pieces", batch_tokens=60)
     assert set(asked).isdisjoint(before)
     for timing in ("seconds", "tokens_per_second"):
         whole.pop(timing)
@@ -99,10 +106,10 @@ def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
     assert whole == pieces
 
 
-@pytest.mark.parametrize(("writing", "file"), [(True, "summary.json"), (False, "losses.json")])
-def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, writing, file):
+@pytest.mark.parametrize(("generate", "file"), [(True, "summary.json"), (False, "losses.json")])
+def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, generate, file):
     def asked(limit):
-        summary = evaluation.evaluate(loaded, Echo(), tmp_path, limit=limit, writing=writing)
+        summary = evaluate(loaded, Echo(), tmp_path, limit=limit, generate=generate)
         return summary["examples"], json.loads((tmp_path / file).read_text())["examples"]
 
     assert asked(2) == (2, 2)
@@ -115,18 +122,18 @@ def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, writ
 
 
 def test_intervals_stand_beside_every_measure(loaded, tmp_path):
-    summary = evaluation.evaluate(loaded, Echo(40), tmp_path)
+    summary = evaluate(loaded, Echo(40), tmp_path)
     measured = summary["measures"]["accuracy"]
     for kind in ("binomial", "bootstrap"):
         low, high = measured[kind]
         assert low <= measured["value"] <= high
 
 
-@pytest.mark.parametrize("writing", [True, False])
+@pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize(("count", "limit", "found"), [(0, None, "none of 0 questions"), (9, 0, "none of 9 questions")])
-def test_nothing_to_ask_is_said_before_anything_is_kept(loaded, tmp_path, writing, count, limit, found):
+def test_nothing_to_ask_is_said_before_anything_is_kept(loaded, tmp_path, generate, count, limit, found):
     with pytest.raises(nalora.NALoRAError, match=found):
-        evaluation.evaluate(loaded, Echo(count), tmp_path, limit=limit, writing=writing)
+        evaluate(loaded, Echo(count), tmp_path, limit=limit, generate=generate)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(nalora.NALoRAError, match="no examples"):
         evaluation.summarise(Echo(), [], [])
@@ -157,7 +164,7 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     assert fewer["evaluated"]["own"] is False
     assert fewer["evaluated"]["questions"] != evaluated["questions"]
     for task in (None, settings["task"]):
-        with pytest.raises(nalora.NALoRAError, match="may have learnt from.*leave test_size out"):
+        with pytest.raises(nalora.NALoRAError, match="may have been trained on.*leave test_size out"):
             evaluate_target(settings["output"], Request(task, options={"test_size": 30}))
     other = Request("gym/gcd", options={"train_size": 1, "test_size": 2}, with_base=False)
     assert evaluate_target(settings["output"], other)["adapted"]["examples"] == 2
@@ -166,7 +173,7 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
 def test_it_writes_into_no_folder_of_somebody_else_s(loaded, tmp_path):
     (tmp_path / "outputs.jsonl").write_text('{"id": "mine"}')
     with pytest.raises(nalora.NALoRAError, match="files that nalora did not write"):
-        evaluation.evaluate(loaded, Echo(2), tmp_path)
+        evaluate(loaded, Echo(2), tmp_path)
     assert (tmp_path / "outputs.jsonl").read_text() == '{"id": "mine"}'
     assert [each.name for each in tmp_path.iterdir()] == ["outputs.jsonl"]
 
@@ -175,17 +182,17 @@ def test_one_process_at_a_time_evaluates_into_a_folder(loaded, tmp_path):
     class Nested(Echo):
         def score(self, example, outputs):
             with pytest.raises(nalora.NALoRAError, match="using it"):
-                evaluation.evaluate(loaded, Echo(1), tmp_path / "e")
+                evaluate(loaded, Echo(1), tmp_path / "e")
             return super().score(example, outputs)
 
-    evaluation.evaluate(loaded, Nested(1), tmp_path / "e")
-    evaluation.evaluate(loaded, Echo(2), tmp_path / "e")
+    evaluate(loaded, Nested(1), tmp_path / "e")
+    evaluate(loaded, Echo(2), tmp_path / "e")
 
 
 def test_what_version_0_1_wrote_goes_on(loaded, tmp_path):
-    before = evaluation.evaluate(loaded, Echo(2), tmp_path)
+    before = evaluate(loaded, Echo(2), tmp_path)
     (tmp_path / ".nalora.json").unlink()
     outputs = (tmp_path / "outputs.jsonl").read_bytes()
-    after = evaluation.evaluate(loaded, Echo(3), tmp_path)
+    after = evaluate(loaded, Echo(3), tmp_path)
     assert (tmp_path / "outputs.jsonl").read_bytes().startswith(outputs)
     assert (before["examples"], after["examples"]) == (2, 3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import nalora
-from nalora.evaluation.folder import claimed_folder
-from nalora.evaluation.records import Records
+from nalora.evaluation.folder import Records, claimed_folder
 from nalora.runs import marker
 
 

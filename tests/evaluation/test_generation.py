@@ -7,7 +7,7 @@ import tiny
 import torch
 import transformers
 
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
 from nalora.runs.encoding import Encoder
 from nalora.tasks import Example
 
@@ -16,7 +16,7 @@ EXAMPLES = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
 
 def answers(model, encoder, examples=EXAMPLES, *, alone=False, static=False, **options):
     """(text, tokens, finished) of each example, all in one batch or each alone."""
-    writer = Writer(model, encoder, max_new_tokens=24, batch_tokens=1 if alone else 32_768, **options)
+    writer = AnswerGenerator(model, encoder, max_new_tokens=24, batch_tokens=1 if alone else 32_768, **options)
     writer.static = static
     found = {a.example.id: a for batch in writer.batches(examples) for a in writer.answer(batch)}
     return [(found[each.id].outputs[0], found[each.id].tokens, found[each.id].finished) for each in examples]

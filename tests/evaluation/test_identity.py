@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nalora.evaluation import identity
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.runs.settings import check
 from nalora.tasks.math import GSM8K
@@ -67,7 +67,7 @@ def change_weights(file: Path) -> None:
 def test_the_same_questions_in_another_folder_are_not_asked_again(model, tmp_path, monkeypatch):
     first = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
     before = evaluate_target(model, Request(**first), output=tmp_path / "kept", device="cpu")["model"]
-    monkeypatch.setattr(Writer, "answer", lambda self, batch: pytest.fail("asked again"))
+    monkeypatch.setattr(AnswerGenerator, "answer", lambda self, batch: pytest.fail("asked again"))
     moved = {"task": "gsm8k", "data_dir": questions(tmp_path / "b", 1, 2)}
     for request in (first, moved):
         after = evaluate_target(model, Request(**request), output=tmp_path / "kept", device="cpu")["model"]

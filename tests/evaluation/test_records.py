@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nalora.evaluation.records import Records
+from nalora.evaluation.folder import Records
 
 ROWS = [{"id": str(n), "text": "zwölf\n\u2028\x85" * n} for n in range(5)]
 

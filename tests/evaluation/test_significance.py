@@ -139,7 +139,7 @@ def test_only_seeds_that_both_have_are_paired():
 def test_one_seed_says_nothing():
     (each,) = compare({"lora": {0: 1.0}, "other": {0: 9.0}}, "lora", higher_is_better=True)
     assert (each.verdict, each.interval, each.p) == ("too few seeds", None, None)
-    assert "nothing follows" in each.sentence("accuracy")
+    assert "which decides nothing" in each.sentence("accuracy")
 
 
 def test_two_seeds_have_an_interval_and_no_verdict():
@@ -149,7 +149,7 @@ def test_two_seeds_have_an_interval_and_no_verdict():
     assert each.interval.low < each.difference < each.interval.high
     told = each.sentence("accuracy")
     assert "95 % interval" in told
-    assert "over 2 seeds, which are too few to tell them apart by" in told
+    assert "over 2 seeds, which are too few for a decision" in told
     assert "better" not in told
 
 

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from nalora.evaluation import static_generation
-from nalora.evaluation.static_generation import write_greedily
+from nalora.evaluation.static_generation import generate_greedily
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
@@ -42,7 +42,7 @@ def test_the_same_tokens_as_generate(device, tokens):
     # Ends that some rows meet early and others late or never: rows leave the batch on the way.
     ends = [61, plain[0][0], plain[3][tokens // 2], plain[7][-1]]
     expected = generated(model, ids, mask, tokens, ends)
-    found = write_greedily(model, ids, mask, max_new_tokens=tokens, ends=ends, pad=PAD)
+    found = generate_greedily(model, ids, mask, max_new_tokens=tokens, ends=ends, pad=PAD)
     assert found == expected
     if tokens == 40:
         assert {len(row) for row in found} > {40}, "some rows end early, some never"
@@ -52,18 +52,18 @@ def test_the_same_tokens_as_generate(device, tokens):
 def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
     model = tiny.llama(torch.float64).to(device).eval()
     ids, mask = prompts(device)
-    whole = write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD)
+    whole = generate_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD)
     lengths = []
-    keep = static_generation._Rows.kept
+    keep = static_generation._Batch.select
 
     def kept(self, rows, length, config):
         lengths.append(length)
         return keep(self, rows, length, config)
 
-    monkeypatch.setattr(static_generation._Rows, "kept", kept)
+    monkeypatch.setattr(static_generation._Batch, "select", kept)
     monkeypatch.setattr(static_generation, "_FIRST_ROOM", 16)
     monkeypatch.setattr(static_generation, "_ALIGNED", 8)
-    assert write_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD) == whole
+    assert generate_greedily(model, ids, mask, max_new_tokens=90, ends=[61], pad=PAD) == whole
     assert max(lengths) == 104, "room for nine and ninety"
     assert len(set(lengths)) > 1
 
@@ -71,14 +71,14 @@ def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
 def test_a_row_that_may_stop_leaves_and_the_others_go_on():
     model = tiny.llama(torch.float64).eval()
     ids, mask = prompts("cpu")
-    whole = write_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD)
+    whole = generate_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD)
     asked = set()
 
     def stops(row):
         asked.add(len(row))
         return row[0] == whole[2][0]
 
-    found = write_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD, stops=stops)
+    found = generate_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD, stops=stops)
     for row, expected in zip(found, whole, strict=True):
         if expected[0] == whole[2][0]:
             assert row[: min(asked)] == expected[: min(asked)]

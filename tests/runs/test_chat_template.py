@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.control.tokens import IGNORED_LABEL
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
 from nalora.runs.encoding import Encoder
 from nalora.tasks import Example
 
@@ -144,7 +144,7 @@ def test_answers_stop_at_the_template_s_end_of_turn(style):
     assert {end, chat.eos_token_id} == {*encoder.end_tokens}
     assert encoder.end_texts == []
     model = writing_model(chat, [*chat("It is 12.", add_special_tokens=False).input_ids, end, end, end])
-    writer = Writer(model, encoder, max_new_tokens=24)
+    writer = AnswerGenerator(model, encoder, max_new_tokens=24)
     ((_, (text,), tokens, finished),) = writer.answer([Example("a", "Q: What?\nA: ", question="What?")])
     assert (text, finished) == ("It is 12.", True)
     assert tokens == len(chat("It is 12.", add_special_tokens=False).input_ids) + 1
@@ -174,7 +174,7 @@ def test_an_end_without_a_special_token_stops_as_text():
     encoder = Encoder(own, style="chat")
     assert (encoder.end_tokens, encoder.end_texts) == ([own.eos_token_id], ["###"])
     ids = own("It is 12. ### More", add_special_tokens=False).input_ids
-    writer = Writer(writing_model(own, ids + [5] * 24), encoder, max_new_tokens=24)
+    writer = AnswerGenerator(writing_model(own, ids + [5] * 24), encoder, max_new_tokens=24)
     ((_, (text,), _, finished),) = writer.answer([Example("a", "What?")])
     assert (text.strip(), finished) == ("It is 12.", True)
 

@@ -8,7 +8,7 @@ from nalora import tasks
 from nalora.models import loading
 from nalora.runs.inputs import prepare
 from nalora.runs.settings import check
-from nalora.tasks.validation import hold_out
+from nalora.tasks.splits import hold_out
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 4}
 

@@ -14,8 +14,8 @@ from nalora.models import clip as clip_module
 from nalora.models.clip import CLIPClassifier, PictureCollator, zero_shot_head
 from nalora.runs.folder import RunFolder, read_jsonl
 from nalora.runs.settings import check
+from nalora.tasks.image_splits import LabelledImage
 from nalora.tasks.images import ImageTask
-from nalora.tasks.pictures import Picture
 from nalora.training.run import train
 
 LAYERS = ImageTask.linear_layers
@@ -182,8 +182,8 @@ def test_losses_of_classes_are_training_s_whatever_the_batches(digits):
 
 def test_images_of_any_mode_and_size_are_classified(tmp_path):
     Image.new("P", (40, 23)).save(tmp_path / "palette.png")
-    modes = [Picture(mode, Image.new(mode, (9, 30)), 0) for mode in ("L", "RGBA", "1", "RGB", "CMYK")]
-    labels = classify(classifier(), [*modes, Picture("file", tmp_path / "palette.png", 3)], processor(), 4)
+    modes = [LabelledImage(mode, Image.new(mode, (9, 30)), 0) for mode in ("L", "RGBA", "1", "RGB", "CMYK")]
+    labels = classify(classifier(), [*modes, LabelledImage("file", tmp_path / "palette.png", 3)], processor(), 4)
     assert len(labels) == 6
 
 

@@ -14,8 +14,8 @@ from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
 from nalora.tasks.code import HumanEval
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
-from nalora.tasks.prompts import alpaca
 from nalora.tasks.sandbox import Limits
+from nalora.tasks.task import alpaca
 
 PROMPT = '''from typing import List
 

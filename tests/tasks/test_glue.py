@@ -158,11 +158,11 @@ def test_sentences_of_cola_that_are_test_questions_are_left_out_and_counted(fold
         file.write("gj04\t0\t*\tHim sleeps.\ngj04\t1\t\tShe sleeps.\ngj04\t0\t*\tShe sleeps.\n")
     task = tasks.get("cola", data_dir=folder)
     assert [each.prompt for each in task.training_set()] == ["cola sentence: He sleeps."]
-    assert task.also_asked == 3
+    assert task.dropped_test_questions == 3
     for name in ("in_domain_dev.tsv", "out_of_domain_dev.tsv"):
         (folder / "glue/cola" / name).unlink()
     alone = tasks.get("cola", data_dir=folder)
-    assert (len(alone.training_set()), alone.also_asked) == (4, None)
+    assert (len(alone.training_set()), alone.dropped_test_questions) == (4, None)
 
 
 def test_a_decoder_goes_on_with_the_label(folder):

@@ -220,16 +220,16 @@ def test_a_missing_package_is_named(monkeypatch):
 )
 def test_questions_that_training_did_not_leave_out_are_refused(changes, words):
     with pytest.raises(NALoRAError, match=words):
-        gym(**changes).refuse_what_was_learnt(gym())
+        gym(**changes).refuse_training_examples(gym())
 
 
 @pytest.mark.parametrize("changes", [{}, {"test_size": 7}, {"train_size": 9}, {"max_new_tokens": 9}])
 def test_the_beginning_of_the_test_set_may_be_asked(changes):
-    gym(**changes).refuse_what_was_learnt(gym())
+    gym(**changes).refuse_training_examples(gym())
 
 
 def test_a_smaller_test_set_that_is_no_beginning_is_refused():
     """The questions of acre follow from how many are drawn."""
-    gym("acre").refuse_what_was_learnt(gym("acre"))
+    gym("acre").refuse_training_examples(gym("acre"))
     with pytest.raises(NALoRAError, match="may have been trained on"):
-        gym("acre", test_size=7).refuse_what_was_learnt(gym("acre"))
+        gym("acre", test_size=7).refuse_training_examples(gym("acre"))

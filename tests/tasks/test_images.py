@@ -10,7 +10,7 @@ from PIL import Image
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks.pictures import Picture
+from nalora.tasks.image_splits import LabelledImage
 
 SEVEN = ["cars", "dtd", "eurosat", "gtsrb", "resisc45", "sun397", "svhn"]
 
@@ -151,7 +151,7 @@ def test_splits_are_sequences(folder):
     pictures = tasks.get("eurosat", data_dir=folder).train_images()
     assert pictures[-1] == pictures[5]
     assert pictures[4:] == [pictures[4], pictures[5]]
-    assert isinstance(pictures[0], Picture)
+    assert isinstance(pictures[0], LabelledImage)
     assert len(list(pictures)) == 6
     with pytest.raises(IndexError):
         pictures[6]

@@ -20,7 +20,7 @@ import nalora
 from nalora import tasks
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.runs.settings import check
-from nalora.tasks.overlap import question_key
+from nalora.tasks.splits import question_key
 from nalora.training.run import train
 
 
@@ -96,7 +96,7 @@ def test_test_questions_are_not_trained_on(make, tmp_path):
     assert [each.question for each in examples] == kept
     # reasoning-gym's families leave them out as they draw.
     drawn = task.train_size if make is gym_task else len(before)
-    assert task.also_asked == drawn - len(kept) > 0
+    assert task.dropped_test_questions == drawn - len(kept) > 0
     assert task.not_compared is None
 
 
@@ -118,7 +118,7 @@ def test_copies_of_test_images_are_not_trained_on(tmp_path):
     task = tasks.get("eurosat", data_dir=tmp_path)
     kept = [f"train/lake/train{number}.png" for number in (0, 2, 3)]
     assert [each.id for each in task.training_images()] == kept == [each.id for each in task.training_set()]
-    assert (task.also_asked, len(task.train_images())) == (1, 4)
+    assert (task.dropped_test_questions, len(task.train_images())) == (1, 4)
     shutil.rmtree(tmp_path / "train")
     shutil.copytree(tmp_path / "test", tmp_path / "train")
     with pytest.raises(nalora.NALoRAError, match="each of the 2 training examples among the 2 test questions"):
@@ -136,7 +136,7 @@ def test_copies_of_the_hub_s_test_images_are_found_without_decoding(monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("decoded"))
         assert task.training_images().ids == ["eurosat/train/0", "eurosat/train/2", "eurosat/train/3"]
-    assert task.also_asked == 1
+    assert task.dropped_test_questions == 1
     assert task.training_images()[1].rgb().getpixel((0, 0)) == (110, 0, 0)
 
 
@@ -159,9 +159,9 @@ def test_a_result_says_how_many_were_left_out_and_another_test_file_with_them_is
     assert (result["dropped_also_asked"], result["examples"]) == (1, 2)
     lines(others / "test.jsonl", gsm8k("Where?", "WHEN?"))
     with pytest.raises(nalora.NALoRAError, match="1 of 2 test questions among the run's training examples"):
-        evaluate_target(run["output"], Request(data_dir=str(others), writing=False), device="cpu")
+        evaluate_target(run["output"], Request(data_dir=str(others), generate=False), device="cpu")
     lines(others / "test.jsonl", gsm8k("Where?"))
-    evaluate_target(run["output"], Request(data_dir=str(others), writing=False, with_base=False), device="cpu")
+    evaluate_target(run["output"], Request(data_dir=str(others), generate=False, with_base=False), device="cpu")
 
 
 def test_without_a_test_set_nothing_is_left_out_and_the_reason_is_told(tmp_path, capsys):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.tasks import Example
-from nalora.tasks.pictures import Pictures
-from nalora.tasks.validation import hold_out, split_places
+from nalora.tasks.image_splits import ImageSplit
+from nalora.tasks.splits import hold_out, hold_out_indices
 
 
 @given(st.lists(st.text(min_size=1), unique=True, min_size=2, max_size=40), st.data())
@@ -76,8 +76,8 @@ def test_pictures_are_split_by_their_ids_and_none_is_decoded():
 
     images = Encoded(f"image {i}" for i in range(50))
     ids = [f"set/train/{i}" for i in range(50)]
-    pictures = Pictures(ids, images, list(range(50)))
-    learnt, held = (pictures.at(places) for places in split_places(pictures.ids, 20))
+    pictures = ImageSplit(ids, images, list(range(50)))
+    learnt, held = (pictures.at(places) for places in hold_out_indices(pictures.ids, 20))
     assert images.fetched == 0
     assert (len(learnt), len(held)) == (30, 20)
     assert held.ids == [each.id for each in hold_out([Example(id, "") for id in ids], 20)[1]]

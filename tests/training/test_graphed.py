@@ -11,7 +11,7 @@ import torch
 
 import nalora
 from nalora import tasks
-from nalora.evaluation.generation import Writer
+from nalora.evaluation.generation import AnswerGenerator
 from nalora.models.loading import ModelSpec, load
 from nalora.runs.encoding import Collator, Encoder
 from nalora.runs.folder import RunFolder
@@ -104,7 +104,7 @@ def test_after_a_replayed_run_the_same_process_writes_what_generate_writes(setti
     base = load(ModelSpec(settings["model"], dtype="float32"))
     model = peft.PeftModel.from_pretrained(base.model, folder.adapter).eval()
     task = tasks.get("gym/chain_sum", train_size=4, test_size=70)
-    writer = Writer(model, Encoder(base.processor), max_new_tokens=48, batch_tokens=16_384)
+    writer = AnswerGenerator(model, Encoder(base.processor), max_new_tokens=48, batch_tokens=16_384)
     assert writer.static
     replayed = [writer.answer(batch) for batch in writer.batches(task.test_examples())]
     writer.static = False

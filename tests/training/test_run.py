@@ -231,11 +231,11 @@ def test_pictures_held_out_are_not_learnt_from_and_are_what_validation_asks(tmp_
     from tasks.test_clip import saved_clip
 
     from nalora import tasks
-    from nalora.evaluation.records import Records
+    from nalora.evaluation.folder import Records
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.models import loading
     from nalora.runs.inputs import prepare
-    from nalora.tasks.validation import hold_out
+    from nalora.tasks.splits import hold_out
 
     settings = {
         "model": saved_clip(tmp_path / "clip"), "task": "digits", "device": "cpu", "output": str(tmp_path / "run"),

@@ -1,1 +1,1 @@
-"""Ask a model a task's questions and say how well it did, with intervals."""
+"""Evaluate a model on a task: generate answers, score them, and report measures with confidence intervals."""

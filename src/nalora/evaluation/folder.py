@@ -1,82 +1,113 @@
-"""The folder of an evaluation: one of nalora's own, in which one process writes at a time."""
+"""The folder of an evaluation: written by one process at a time, and resumed after a kill."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from nalora.errors import wrong_kind
-from nalora.evaluation.records import ROW_KEYS
+from nalora.errors import NALoRAError, wrong_kind
+from nalora.files.atomic import json_text
 from nalora.runs import contents, marker
+from nalora.runs.folder import read_jsonl
 from nalora.runs.lock import FolderLock
 
-_SUMMARIES = ("summary.json", "losses.json")
+# The keys of the rows in each file of an evaluation, and in each summary.
+_ROW_KEYS = {
+    "outputs.jsonl": {"id", "outputs", "tokens", "finished"},
+    "scores.jsonl": {"id", "scores"},
+    "losses.jsonl": {"id", "loss", "tokens"},
+    "judgements.jsonl": {"key", "answer"},
+}
+_SUMMARY_KEYS = {name: {"task", "measures"} for name in ("summary.json", "losses.json")}
+
+
+class Records:
+    """A JSON-lines file of rows by id; rows in the file are not computed again.
+
+    A row that a kill cut short is removed, so that the next row is not appended to it.
+
+    Raises:
+        NALoRAError: a row that no evaluation wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes() if path.is_file() else b""
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
+            with path.open("r+b") as file:
+                file.truncate(complete)
+        keys = _ROW_KEYS.get(path.name, {"id"})
+        rows = read_jsonl(path)
+        valid = [row for row in rows if row.keys() >= keys and isinstance(row["id"], str)]
+        if len(valid) < data.count(b"\n"):
+            raise NALoRAError(
+                f"{path}, line {1 + next((i for i, row in enumerate(rows) if row not in valid), len(rows))}",
+                found="a row of another form",
+                expected=f"one with {', '.join(sorted(keys))}",
+                fix="move the file away, and the evaluation is done anew",
+            )
+        self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in valid}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.rows
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Append rows; they are on the disk before this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json_text(row) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows |= {row["id"]: row for row in rows}
 
 
 @contextlib.contextmanager
 def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
-    """The folder, made where it is missing, for this process alone; `take_over` as for `FolderLock`.
+    """Create and lock the folder for this process; `take_over` as for `FolderLock`.
+
+    A folder or marker that this created is removed if the evaluation fails before it writes anything.
 
     Raises:
-        NALoRAError: it holds files that nalora did not write, or another process writes into it.
-    """
-    refuse_foreign(folder)
-    made = marker.mark(folder, "evaluation")
-    try:
-        # Answers of one process are lines of the same files as another's would be.
-        with FolderLock(folder, take_over=take_over):
-            yield
-    except BaseException:
-        _remove_if_nothing_was_written(folder, made)
-        raise
-
-
-def _remove_if_nothing_was_written(folder: Path, made: marker.Made) -> None:
-    """Remove the marker and the folder that this process made, where they are all there is: as after a refusal."""
-    if not made.marker or [entry.name for entry in folder.iterdir()] != [marker.MARKER]:
-        return
-    (folder / marker.MARKER).unlink(missing_ok=True)
-    if made.folder:
-        with contextlib.suppress(OSError):  # somebody put a file there meanwhile
-            folder.rmdir()
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that is not nalora's, or whose files lead out of it. Nothing is touched.
-
-    Raises:
-        NALoRAError: it holds files that nalora did not write, or symbolic links under its own names.
+        NALoRAError: it contains files that nalora did not write, symbolic links under nalora's file names, or another
+            process writes into it.
     """
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
-    for file in (folder / name for name in (*ROW_KEYS, *_SUMMARIES)):
+    for file in (folder / name for name in (*_ROW_KEYS, *_SUMMARY_KEYS)):
         if contents.exists(file) and (file.is_symlink() or not file.is_file()):
             raise wrong_kind(
                 file, "file", "a file that an evaluation can append to", "move it away, or give another --output"
             )
+    made = marker.mark(folder, "evaluation")
+    try:
+        # Two processes would append to the same files.
+        with FolderLock(folder, take_over=take_over):
+            yield
+    except BaseException:
+        if made.marker and [entry.name for entry in folder.iterdir()] == [marker.MARKER]:
+            (folder / marker.MARKER).unlink(missing_ok=True)
+            if made.folder:
+                with contextlib.suppress(OSError):  # another process created a file there meanwhile
+                    folder.rmdir()
+        raise
 
 
 def _is_of_0_1(folder: Path) -> bool:
-    """Whether version 0.1 evaluated there: all files have its names and its form."""
-    files = [entry for entry in folder.iterdir() if entry.name != contents.LOCK]
-    return all(
-        _is_rows(file) if file.name in ROW_KEYS else file.name in _SUMMARIES and _is_summary(file) for file in files
-    )
+    """Return whether version 0.1 evaluated there: all files have its names and keys."""
+    return all(_has_keys(file) for file in folder.iterdir() if file.name != contents.LOCK)
 
 
-def _is_rows(file: Path) -> bool:
+def _has_keys(file: Path) -> bool:
+    keys = _ROW_KEYS.get(file.name) or _SUMMARY_KEYS.get(file.name)
+    if keys is None:
+        return False
     try:
-        with file.open(encoding="utf-8") as lines:
-            row = json.loads(lines.readline())
+        with file.open(encoding="utf-8") as text:
+            row = json.loads(text.readline() if file.suffix == ".jsonl" else text.read())
     except (OSError, ValueError):
         return False
-    return isinstance(row, dict) and row.keys() >= ROW_KEYS[file.name]
-
-
-def _is_summary(file: Path) -> bool:
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(summary, dict) and "task" in summary and "measures" in summary
+    return isinstance(row, dict) and row.keys() >= keys

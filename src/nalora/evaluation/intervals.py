@@ -1,4 +1,4 @@
-"""How sure a measured share or mean is."""
+"""95 % confidence intervals of a share or a mean over examples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from nalora.errors import NALoRAError
 
 
 class Interval(NamedTuple):
-    """The 95 % interval of a measure."""
+    """The 95 % confidence interval of a measure."""
 
     low: float
     high: float
 
 
 def wilson(successes: float, n: int, z: float = 1.959963984540054) -> Interval:
-    """The binomial interval of a share (Wilson's): right at 0 and 1 too, where the usual one has no width.
-
-    Of nothing at all it is everything from 0 to 1.
-    """
+    """Return Wilson's binomial interval of a share, which has a width at 0 and 1 too; [0, 1] without examples."""
     if n == 0:
         return Interval(0.0, 1.0)
     share = successes / n
@@ -33,16 +30,16 @@ def wilson(successes: float, n: int, z: float = 1.959963984540054) -> Interval:
 def bootstrap(
     n: int, measure: Callable[[Sequence[int]], dict[str, float]], draws: int = 1000, seed: int = 0
 ) -> dict[str, Interval]:
-    """The percentile intervals of any measures over examples drawn again with replacement.
+    """Return the percentile bootstrap intervals of measures over `n` examples.
 
     Args:
-        n: how many examples there are.
-        measure: the measures, by name, of the examples with these indices.
-        draws: how often.
-        seed: the same intervals for the same seed.
+        n: the number of examples.
+        measure: returns the measures, by name, of the examples with these indices.
+        draws: the number of samples of `n` examples, drawn with replacement.
+        seed: the same seed gives the same intervals.
 
     Raises:
-        NALoRAError: there are none to draw from.
+        NALoRAError: there are no examples.
     """
     if n == 0:
         raise NALoRAError(
@@ -51,11 +48,10 @@ def bootstrap(
             expected="at least one to draw from",
             fix="give a task with questions, or a larger limit or validation_size",
         )
-    chance = random.Random(seed)
-    drawn = [measure(chance.choices(range(n), k=n)) for _ in range(draws)]
-    return {name: _percentiles(sorted(each[name] for each in drawn)) for name in drawn[0]}
-
-
-def _percentiles(values: Sequence[float]) -> Interval:
-    low, high = (values[round(q * (len(values) - 1))] for q in (0.025, 0.975))
-    return Interval(low, high)
+    generator = random.Random(seed)
+    samples = [measure(generator.choices(range(n), k=n)) for _ in range(draws)]
+    intervals = {}
+    for name in samples[0]:
+        values = sorted(sample[name] for sample in samples)
+        intervals[name] = Interval(values[round(0.025 * (draws - 1))], values[round(0.975 * (draws - 1))])
+    return intervals

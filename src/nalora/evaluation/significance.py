@@ -1,15 +1,15 @@
-"""Whether results differ significantly: the one place where tables, sentences, reports and studies get their verdicts.
+"""Significance of differences between results, for tables, sentences, reports and studies.
 
-Over seeds the test is Student's, on differences paired by seed: with the three to five seeds that anybody runs it keeps
-its stated rate. A percentile bootstrap over five seeds calls 16 % of equal methods different where it says 5 %; its
-interval is reported next to Student's, for those who expect it, and decides nothing.
+Over seeds the test is Student's, on differences paired by seed: it keeps its stated error rate with the usual three to
+five seeds. A percentile bootstrap over five seeds calls 16 % of equal methods different at a stated rate of 5 %; its
+interval is reported next to Student's for readers who expect it, and decides nothing.
 
-Below three seeds nothing is decided. Shares of a hundred questions often differ by the same number with two seeds, and
-seem certain then: ten arms equal to the baseline gave a false claim in every second study. With more seeds, differences
-that are all equal are taken as equal within what the measure can resolve (`deviation`).
+Below three seeds nothing is decided. With two seeds, shares of a hundred questions often differ by the same number, and
+seem certain: ten arms equal to the baseline gave a false claim in every second study. With more seeds, differences that
+are all equal are taken as equal within the resolution of the measure (`deviation`).
 
-Single runs are compared by the 95 % intervals that their test questions give (`compare_estimates`), which cannot say
-how another seed would do. Every family of comparisons is corrected by Holm's method.
+Single runs are compared by the 95 % intervals over their test questions (`compare_estimates`), which do not include the
+variation between seeds. Every family of comparisons is corrected by Holm's method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALPHA = 0.05
 POWER = 0.8
 FEWEST_SEEDS = 3
 _MOST_SEEDS = 10_000
-# Shares of the same answers, divided and subtracted, differ by as much as rounding does.
+# Relative rounding error of differences between equal shares.
 _ROUNDING = 1e-9
 _DRAWS = 2_000
 
@@ -45,10 +45,10 @@ class Comparison:
 
     Attributes:
         differences: method − baseline by seed.
-        finest: the smallest step that the measure takes, see `deviation`.
-        family: the number of comparisons that Holm's correction counts.
+        finest: the smallest step of the measure, see `deviation`.
+        family: the number of comparisons in Holm's correction: all that were planned together for one measure.
         p: None below three seeds.
-        adjusted_p: Holm's, over the family: all comparisons of one measure that were planned together.
+        adjusted_p: after Holm's correction.
     """
 
     method: str
@@ -68,48 +68,46 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """The mean; NaN without a shared seed."""
+        """The mean difference; NaN without a shared seed."""
         return statistics.fmean(self.differences) if self.differences else math.nan
 
     @property
     def interval(self) -> Interval | None:
-        """Student's, of this comparison alone; None below two seeds."""
+        """Student's interval, not corrected for other comparisons; None below two seeds."""
         return student_interval(self.differences, self.alpha, self.finest) if self.seeds > 1 else None
 
     @property
     def bootstrap(self) -> Interval | None:
-        """As `bootstrap_interval`; None below two seeds."""
+        """See `bootstrap_interval`; None below two seeds."""
         return bootstrap_interval(self.differences) if self.seeds > 1 else None
 
     @property
     def verdict(self) -> Verdict:
-        """What may be claimed."""
+        """The result of the test."""
         if self.adjusted_p is None:
             return "too few seeds"
-        if self.adjusted_p > self.alpha:
-            return "not distinguishable"
-        return "better" if (self.difference > 0) == self.higher_is_better else "worse"
+        return _verdict(self.adjusted_p, self.alpha, (self.difference > 0) == self.higher_is_better)
 
     @property
     def seeds_to_decide(self) -> int | None:
-        """For a difference as large as this; None where it is decided already or cannot be said."""
+        """The number of seeds that a difference of this size needs; None if it is decided or cannot be estimated."""
         if self.verdict != "not distinguishable":
             return None
         return seeds_to_decide(self.differences, self.alpha / self.family, self.finest)
 
     def numbers(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the numbers for a JSON file."""
         names = ("method", "baseline", "seeds", "difference", "interval", "bootstrap", "p", "adjusted_p", "verdict",
                  "seeds_to_decide")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def sentence(self, measure: str) -> str:
-        """What may be said, in plain words."""
+        """Return the result in a sentence."""
         size = f"{self.difference:+.4g} {measure}"
         if not self.seeds:
             return f"{self.method} and {self.baseline} have no seed in common: {measure} not compared."
         if self.interval is None:
-            return f"{self.method}: {size} beside {self.baseline} with one seed, from which nothing follows."
+            return f"{self.method}: {size} compared with {self.baseline}, with one seed, which decides nothing."
         low, high = self.interval
         numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {counted(self.seeds, 'seed')}"
         if self.verdict in ("better", "worse"):
@@ -117,13 +115,10 @@ class Comparison:
                 f"{self.method} is {self.verdict} than {self.baseline}: {numbers}, adjusted p = {self.adjusted_p:.2g}."
             )
         if self.verdict == "too few seeds":
-            return f"{self.method} beside {self.baseline}: {numbers}, which are too few to tell them apart by."
-        enough = self.seeds_to_decide
-        more = (
-            f"about {enough} seeds would decide a difference of this size"
-            if enough
-            else "no practical number of seeds would decide it"
-        )
+            return f"{self.method} compared with {self.baseline}: {numbers}, which are too few for a decision."
+        more = "no practical number of seeds would decide it"
+        if self.seeds_to_decide:
+            more = f"about {self.seeds_to_decide} seeds would decide a difference of this size"
         return f"{self.method} is not distinguishable from {self.baseline} at this size: {numbers}; {more}."
 
 
@@ -135,14 +130,14 @@ def compare_methods(
     alpha: float = ALPHA,
     planned: int = 0,
 ) -> list[Comparison]:
-    """Each method against its own baseline, corrected for so many pairs.
+    """Compare each method with its baseline, corrected for the number of pairs.
 
     Args:
-        values: a result by method and seed; pairs of the same seed share data order and start.
-        pairs: methods and what each is compared with.
+        values: results by method and seed; runs of the same seed share data order and initialisation.
+        pairs: (method, baseline).
         higher_is_better: True for an accuracy, False for a loss.
-        alpha: how often equal methods may be called different, over all pairs together.
-        planned: the number of pairs planned, where that is more: what failed must not make the rest easier to claim.
+        alpha: the probability of any false claim among all pairs.
+        planned: the number of planned pairs, if larger: failed runs must not make other claims easier.
     """
     differences = {
         (method, baseline): tuple(
@@ -162,25 +157,25 @@ def compare_methods(
 
 
 def resolution(values: Mapping[str, Mapping[int, float]]) -> float:
-    """The smallest step that the measure is seen to take, between any two results; 0 where all are the same."""
+    """Return the smallest difference between any two results, an estimate of the measure's step; 0 if all are equal."""
     ordered = sorted(value for by_seed in values.values() for value in by_seed.values())
     rounding = _ROUNDING * max(map(abs, ordered), default=0.0)
     return min((high - low for low, high in itertools.pairwise(ordered) if high - low > rounding), default=0.0)
 
 
 def deviation(differences: Sequence[float], finest: float = 0.0) -> float:
-    """The standard deviation; of differences that are all equal, that of what the measure rounds away.
+    """Return the standard deviation; if all differences are equal, that of a rounding error.
 
-    A value known to a step `finest` may lie anywhere within it, with a standard deviation of finest/√12.
+    A value rounded to steps of `finest` has an error with a standard deviation of finest/√12.
     """
     spread = statistics.stdev(differences)
     return spread if spread > _ROUNDING * max(map(abs, differences)) else finest / math.sqrt(12)
 
 
 def student_interval(differences: Sequence[float], alpha: float = ALPHA, finest: float = 0.0) -> Interval:
-    """The interval of the mean of normal values; `finest` as for `deviation`.
+    """Return the interval of the mean of normal values; `finest` as for `deviation`.
 
-    scipy's `ttest_rel` has no answer for differences that are all equal, which shares of few questions often are.
+    scipy's `ttest_rel` returns NaN for differences that are all equal, as shares of few questions often are.
     """
     mean, n = statistics.fmean(differences), len(differences)
     half = _student_quantile(n - 1, alpha) * deviation(differences, finest) / math.sqrt(n)
@@ -188,7 +183,7 @@ def student_interval(differences: Sequence[float], alpha: float = ALPHA, finest:
 
 
 def bootstrap_interval(differences: Sequence[float]) -> Interval:
-    """The percentile interval of the mean over values drawn with replacement, the same draws each time."""
+    """Return the percentile bootstrap interval of the mean; the seed is fixed."""
     n = len(differences)
     drawn = torch.randint(n, (_DRAWS, n), generator=torch.Generator().manual_seed(0))
     means = torch.tensor(differences, dtype=torch.float64)[drawn].mean(1)
@@ -203,9 +198,9 @@ def _p_value(differences: Sequence[float], finest: float) -> float:
 
 
 def holm(p_values: Mapping[Claim, float], family: int = 0) -> dict[Claim, float]:
-    """Holm's adjustment: the chance of any false claim among all stays below alpha.
+    """Return Holm-adjusted p-values: the probability of any false claim stays below alpha.
 
-    A `family` of more than these counts those that are missing as the least likely ones.
+    If `family` exceeds the number of p-values, the missing ones count as the largest.
     """
     adjusted: dict[Claim, float] = {}
     largest = 0.0
@@ -216,9 +211,9 @@ def holm(p_values: Mapping[Claim, float], family: int = 0) -> dict[Claim, float]
 
 
 def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 0.0) -> int | None:
-    """With how many seeds, three or more, a difference as large as this one's mean is found four times out of five.
+    """Return the number of seeds, at least three, at which a difference of this mean is significant with power 0.8.
 
-    None where there is no difference at all, or where 10,000 seeds would not suffice; `finest` as for `deviation`.
+    None if the mean is 0 or if 10,000 seeds would not suffice; `finest` as for `deviation`.
     """
     mean, spread = abs(statistics.fmean(differences)), deviation(differences, finest)
     if mean == 0:
@@ -240,7 +235,7 @@ def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 
 
 
 class Estimate(NamedTuple):
-    """A measure of one run with the 95 % interval that its test questions give."""
+    """A measure of one run with its 95 % interval over the test questions."""
 
     value: float
     interval: Interval
@@ -248,30 +243,30 @@ class Estimate(NamedTuple):
 
 def compare_estimates(
     pairs: Mapping[Claim, tuple[Estimate, Estimate]], *, higher_is_better: bool, alpha: float = ALPHA
-) -> dict[Claim, Literal["better", "worse", "not distinguishable"]]:
-    """The first of each pair compared with the second, corrected for so many pairs.
+) -> dict[Claim, Verdict]:
+    """Compare the first of each pair with the second, corrected for the number of pairs.
 
-    At one pair it is Newcombe's hybrid interval of the difference that decides: each value's distance to the end of its
-    interval that faces the other value. Runs that answered the same questions are compared a little too cautiously.
+    For one pair this is Newcombe's hybrid interval of the difference: each value's distance to the end of its interval
+    that faces the other value. It is slightly conservative for runs with the same test questions.
     """
     adjusted = holm({claim: _p_of_estimates(*pair) for claim, pair in pairs.items()})
     return {
-        claim: "not distinguishable"
-        if adjusted[claim] > alpha
-        else "better"
-        if (one.value > other.value) == higher_is_better
-        else "worse"
+        claim: _verdict(adjusted[claim], alpha, (one.value > other.value) == higher_is_better)
         for claim, (one, other) in pairs.items()
     }
 
 
+def _verdict(adjusted_p: float, alpha: float, is_better: bool) -> Verdict:
+    if adjusted_p > alpha:
+        return "not distinguishable"
+    return "better" if is_better else "worse"
+
+
 def _p_of_estimates(one: Estimate, other: Estimate) -> float:
     lower, upper = sorted((one, other), key=lambda estimate: estimate.value)
-    gap, half = (
-        upper.value - lower.value,
-        math.hypot(upper.value - upper.interval.low, lower.interval.high - lower.value),
-    )
-    if not (gap > 0 and 0 < half < math.inf):  # one question gives an interval without width, and a ruined run NaN
+    gap = upper.value - lower.value
+    half = math.hypot(upper.value - upper.interval.low, lower.interval.high - lower.value)
+    if not (gap > 0 and 0 < half < math.inf):  # one question has an interval without width, a diverged run has NaN
         return 1.0
     normal = statistics.NormalDist()
     return 2 * normal.cdf(normal.inv_cdf(0.025) * gap / half)
@@ -283,11 +278,7 @@ def _student_quantile(freedom: int, alpha: float) -> float:
 
 
 def scipy_stats() -> Any:
-    """`scipy.stats`, which statistics over seeds and rank correlations need.
-
-    Raises:
-        NALoRAError: scipy is not installed.
-    """
+    """Return `scipy.stats`; raise a NALoRAError if scipy is not installed."""
     try:
         from scipy import stats
     except ImportError as error:

@@ -23,8 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 from nalora.errors import NALoRAError, first_line, missing_package, reason
-from nalora.files import atomic
-from nalora.files.cache import cache_folder
+from nalora.files import atomic, cache_folder
 from nalora.models.file_digest import digest_of_file
 from nalora.models.gguf_header import Header, read_header
 from nalora.models.gguf_tokenizer import apply_header, check_tokenizer

@@ -1,7 +1,7 @@
 """The evaluations of runs: which summaries are of the same questions, and a label for each set that tells it apart.
 
 A task's name is not enough: the same task can be evaluated on other files, with other options, in another prompt
-style, or on its first questions alone. Summaries say what they are of (`evaluation.identity.what_was_evaluated`), and
+style, or on its first questions alone. Summaries say what they are of (`evaluation.identity.Questions.described`), and
 only those of the same are put side by side. Summaries of 0.1 do not say it. Two of them count as alike only where the
 runs' folders show it: the same ids with the same number of target tokens (losses.jsonl); the same base model's folder
 of answers, whose name is a digest of all of this; or both written by a study (which leaves losses.json) with the same

@@ -63,7 +63,7 @@ class RunInputs:
 
     def summary(self) -> dict[str, int | None]:
         """Return the entries of result.json about the data; None where there was no test set to compare with."""
-        rows, overlap = self.rows, self.task.also_asked
+        rows, overlap = self.rows, self.task.dropped_test_questions
         if rows is None:
             return {"examples": len(self.dataset), "dropped_also_asked": overlap}
         return {
@@ -77,7 +77,7 @@ class RunInputs:
 
     def notices(self) -> list[str]:
         """Return sentences about the data to print before training."""
-        rows, overlap, not_compared = self.rows, self.task.also_asked, self.task.not_compared
+        rows, overlap, not_compared = self.rows, self.task.dropped_test_questions, self.task.not_compared
         lines = []
         if rows is not None:
             lines.append(

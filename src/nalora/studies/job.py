@@ -83,8 +83,8 @@ def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: st
     if ANSWERS in missing:
         missing.add(TEST)  # the losses record how many questions there are, with which the answers are compared
     requests = {
-        VALIDATION: Request(with_base=False, split="validation", writing=False, take_over=True, own=job.settings),
-        TEST: Request(with_base=False, writing=False, take_over=True, own=job.settings),
+        VALIDATION: Request(with_base=False, split="validation", generate=False, take_over=True, own=job.settings),
+        TEST: Request(with_base=False, generate=False, take_over=True, own=job.settings),
         ANSWERS: Request(
             with_base=False, limit=job.test_limit, batch_tokens=job.max_batch_tokens, take_over=True, own=job.settings
         ),

@@ -1,4 +1,4 @@
-"""Tasks by name, behind one interface: each module here may hold several, and so may a file of yours."""
+"""Tasks by name, with one interface: entries of TASKS in this package's modules, or in a user's Python file."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ __all__ = ["Answer", "Example", "Scores", "Task", "TrainingInputs", "get", "name
 
 @functools.cache
 def _known() -> dict[str, type[Task]]:
-    """Every task of this package, found by what its modules call TASKS."""
     return python_files.scan(__name__, __path__, "TASKS")
 
 
 def names() -> list[str]:
-    """Every task by name; ``gym/FAMILY`` stands for all families of reasoning-gym."""
+    """Return the names of all tasks; ``gym/FAMILY`` stands for all families of reasoning-gym."""
     return [*sorted(_known()), gym.Gym.name]
 
 
 def resolve(name: str) -> tuple[str, type[Task]]:
-    """The task's own name, and its class.
+    """Return the task's own name and its class.
 
     Args:
-        name: one of `names()`, ``gym/`` with a family, ``file.py`` for the first of a file's TASKS, or
+        name: one of `names()`, ``gym/`` with a family, ``file.py`` for the first entry of a file's TASKS, or
             ``file.py:my-task``.
 
     Raises:
-        NALoRAError: no such task, or no such family of reasoning-gym where that is installed.
+        NALoRAError: no such task, or, if reasoning-gym is installed, no such family.
     """
     if python_files.split(name):
         task: type[Task] = python_files.entry("task", name, "TASKS")
@@ -44,25 +43,26 @@ def resolve(name: str) -> tuple[str, type[Task]]:
         gym.refuse_unknown_family(name)
         return name, gym.Gym
     if name not in _known():
+        candidates = [*_known(), *(gym.PREFIX + family for family in gym.families())]
         raise NALoRAError(
             f"task {name!r}",
             found="no task of that name",
             expected=f"one of {', '.join(names())}, or a Python file with TASKS",
-            fix=did_you_mean(name, [*_known(), *(gym.PREFIX + each for each in gym.families())], "see `nalora tasks`"),
+            fix=did_you_mean(name, candidates, "see `nalora tasks`"),
         )
     return name, _known()[name]
 
 
 def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
-    """The task of that name.
+    """Return the task of that name.
 
     Args:
         name: as in `resolve`.
         data_dir: a folder with the data set's files, in place of the hub.
-        options: settings of the task itself, such as the training set.
+        options: settings of the task, such as the training set.
 
     Raises:
-        NALoRAError: no such task, an option it does not have, or data that is not there.
+        NALoRAError: no such task or option, or missing data.
     """
     own_name, task = resolve(name)
     known = option_types(name)
@@ -73,27 +73,27 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
             expected=f"options that the task has: {', '.join(known) or 'none'}",
             fix=did_you_mean(option, known, "leave it out"),
         )
-    taken = inspect.signature(task).parameters
-    of_all = {key: value for key, value in (("name", own_name), ("data_dir", data_dir)) if key in taken}
-    made = task(**of_all, **options)
-    made.name = own_name  # also of a subclass whose parent sets its own
+    parameters = inspect.signature(task).parameters
+    common = {key: value for key, value in (("name", own_name), ("data_dir", data_dir)) if key in parameters}
+    made = task(**common, **options)
+    made.name = own_name  # a subclass may have a parent that sets another
     return made
 
 
 def name_of(name: str) -> str:
-    """The name that a task has in results: that of a Python file's task does not depend on where the file is."""
+    """Return the name of a task in results, which for a Python file's task does not depend on the file's path."""
     return resolve(name)[0]
 
 
 def option_types(name: str) -> dict[str, Any]:
-    """The settings that the task has of its own, with their types: what its class takes besides the data's folder."""
+    """Return the settings of a task with their types: the parameters of its class besides the data's folder."""
     _, task = resolve(name)
     hints = typing.get_type_hints(task.__init__)
-    taken = inspect.signature(task).parameters
-    return {option: hints.get(option, Any) for option in taken if option not in ("name", "data_dir")}
+    parameters = inspect.signature(task).parameters
+    return {option: hints.get(option, Any) for option in parameters if option not in ("name", "data_dir")}
 
 
 def described() -> list[tuple[str, str, str]]:
-    """(name, what it is, measures) of every task, without loading its data."""
+    """Return (name, title, measures) of every task, without loading its data."""
     every: list[type[Task]] = [*(_known()[name] for name in sorted(_known())), gym.Gym]
     return [(task.name, task.title, ", ".join(task.measures)) for task in every]

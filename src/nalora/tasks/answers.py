@@ -1,4 +1,4 @@
-"""The number a written answer comes to: as the published comparisons read it, and as a careful reader would."""
+"""Read the number of a generated answer: as the published comparisons do, and as a careful reader would."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 
-# What announces a final answer. "The answer is not 5" announces nothing.
+# Marks of a final answer; "the answer is not 5" is none.
 _MARK = re.compile(
     r"(?P<hashes>####)|(?P<box>\\(?:boxed|fbox))"
     r"|\banswers?[\s*_]*(?:\b(?:is|are|equals|would be|will be)\b(?!\s+not\b)|[:=])",
     re.IGNORECASE,
 )
-# After these words, in brackets with words, and after the sentence stand reasons, not the answer.
+# Text after these words, in brackets with words, or after the sentence contains reasons, not the answer.
 _ASIDE = re.compile(r"[.;!?](?=\s|$)|\b(?:because|since|where|which|as)\b|\((?=[^()]*[A-Za-z]{2})")
 # "#### 2. Add the costs" is a heading.
 _HEADING = re.compile(r"[^A-Za-z0-9]*[0-9]+[.)]\s+[A-Za-z]")
@@ -40,25 +40,25 @@ _DASHES = str.maketrans(dict.fromkeys("−﹣－‐‑–", "-"))
 _VULGAR = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
-# A decimal is cut somewhere: 0.333333 is meant as 1/3.
+# Decimals are rounded: 0.333333 means 1/3.
 _TOLERANCE = Fraction(1, 10**6)
 
 
 def published(text: str) -> Fraction | None:
-    """The digits after the first ``####``, as the published comparisons read them; None where there are none.
+    """Return the digits after the first ``####``, as the published comparisons do, or None.
 
-    It knows no commas, signs or decimals: ``#### 1,234`` is 1, and ``#### -3`` is nothing.
+    Commas, signs and decimals are not read: ``#### 1,234`` is 1, and ``#### -3`` is None.
     """
     match = re.search(r"####\s*(\d+)", text)
     return _exact(match[1]) if match else None
 
 
 def robust(text: str) -> Fraction | None:
-    r"""The number that a careful reader would take as the final answer; None where the text has none.
+    r"""Return the number that a careful reader would take as the final answer, or None.
 
-    That is the number after the last mark which is followed by one (``####``, "the answer is", ``\boxed``), and
-    without marks the last number. Where a mark is followed by a calculation its result counts. Units are passed
-    over, and so are "%" and "million", as in GSM8K's own answers ("25%" is 25, "$4 million" is 4).
+    It is the number after the last mark that is followed by one (``####``, "the answer is", ``\boxed``), or without
+    marks the last number. If a calculation follows the mark, its result is used. Units are ignored, and so are "%"
+    and "million", as in GSM8K's own answers ("25%" is 25, "$4 million" is 4).
     """
     text = _plain(text)
     for mark in reversed(list(_MARK.finditer(text))):
@@ -70,41 +70,41 @@ def robust(text: str) -> Fraction | None:
 
 
 def same_number(one: Fraction | int | None, other: Fraction | int | None) -> bool:
-    """Whether two readings agree: exactly for integers, to a millionth where a decimal was cut; never with None."""
+    """Return whether two numbers agree: exactly for integers, to a millionth for decimals; None agrees with nothing."""
     if one is None or other is None:
         return False
     one, other = Fraction(one), Fraction(other)
     if one == other or one.denominator == other.denominator == 1:
         return one == other
-    # Large decimals must still differ when a reader sees that they do.
+    # Large decimals must still differ when they visibly do.
     return abs(one - other) <= min(_TOLERANCE * max(abs(one), abs(other)), Fraction(1, 1000))
 
 
 def _after(mark: re.Match[str], text: str) -> Fraction | None:
-    rest = text[mark.end() :]
+    after = text[mark.end() :]
     if mark["box"]:
-        return _result(_braced(rest))
-    line = rest.lstrip(" \t\r\n:*_=#[\\").partition("\n")[0]
+        return _result(_braced(after))
+    line = after.lstrip(" \t\r\n:*_=#[\\").partition("\n")[0]
     if mark["hashes"] and (_HEADING.match(line) or not re.match(r"[^A-Za-z]*[0-9]|\\?[A-Za-z]\s*=", line)):
         return None
     return _result(line)
 
 
-def _braced(rest: str) -> str:
-    """The group that a text opens with, or its first word where it opens with none."""
-    rest = rest.lstrip()
-    if not rest.startswith("{"):
-        return rest.split()[0] if rest else ""
+def _braced(text: str) -> str:
+    """Return the group in braces at the start of a text, or its first word."""
+    text = text.lstrip()
+    if not text.startswith("{"):
+        return text.split()[0] if text else ""
     depth = 0
-    for position, character in enumerate(rest):
+    for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return rest[1:position]
-    return rest[1:]
+            return text[1:position]
+    return text[1:]
 
 
 def _result(statement: str) -> Fraction | None:
-    """The number stated first, or behind the last "=" of a calculation."""
+    """Return the first number, or the first one after the last "=" of a calculation."""
     statement = _ASIDE.split(statement)[0]
     numbers = _numbers(statement.rpartition("=")[2]) or _numbers(statement)
     return numbers[0] if numbers else None
@@ -143,7 +143,7 @@ def _exact(digits: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """The text with one way to write minus signs, groups of digits, fractions, powers and currencies."""
+    """Normalise minus signs, groups of digits, fractions, powers and currencies."""
     text = text.translate(_DASHES)
     text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\%", "%").replace("\\$", "$")
@@ -151,7 +151,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\[dtc]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}", _fraction, text)
     text = re.sub(r"\\[dtc]?frac\s*([0-9])\s*([0-9])", _fraction, text)
     text = re.sub(f"[{_VULGAR}]", lambda m: _spaced(m, unicodedata.normalize("NFKC", m[0]).replace("⁄", "/")), text)
-    # Powers of numbers count (10⁶); those of units do not (m²).
+    # Powers of numbers are read (10⁶); those of units are not (m²).
     text = re.sub(r"(?<=[0-9])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda m: "^" + m[0].translate(_SUPERSCRIPTS), text)
     text = re.sub(r"(?:\b(?:US|A|C))?\$+\s?|[€£¥₹]\s?|\b(?:Rs\.?|USD|EUR|GBP)\s?(?=[0-9-])", _spaced, text)
     return re.sub(r"\bnegative\s+(?=[0-9.])", "-", text)
@@ -162,6 +162,6 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _spaced(match: re.Match[str], text: str = "") -> str:
-    """The text, kept apart from a number or word right before it: 2½ is 2 1/2, but -½ is -1/2."""
+    """Return the text, with a space after a number or word: 2½ is 2 1/2, but -½ is -1/2."""
     before = match.string[match.start() - 1 : match.start()]
     return f" {text}" if before.isalnum() else text

@@ -13,9 +13,8 @@ from typing import Any
 
 from nalora.errors import NALoRAError, require
 from nalora.tasks.judge import Judge, Judgements, rating
-from nalora.tasks.prompts import alpaca
 from nalora.tasks.sources import field, find_file, holds, jsonl_rows, read_rows, text, texts
-from nalora.tasks.task import Example, Scores, Task
+from nalora.tasks.task import Example, Scores, Task, alpaca
 
 _ORIGIN = "fastchat/llm_judge/data of github.com/lm-sys/FastChat"
 _QUESTIONS = ("mt_bench/question.jsonl", "question.jsonl")

@@ -13,11 +13,10 @@ from typing import Any
 
 from nalora.errors import NALoRAError, missing_package
 from nalora.tasks import sandbox, sources
-from nalora.tasks.overlap import question_key
 from nalora.tasks.programs import completed_function, through_first_block, whole_program
-from nalora.tasks.prompts import alpaca
 from nalora.tasks.sources import text
-from nalora.tasks.task import Example, Scores, Task
+from nalora.tasks.splits import question_key
+from nalora.tasks.task import Example, Scores, Task, alpaca
 
 _CODEFEEDBACK = "CodeFeedback-Filtered-Instruction"
 _HUMANEVAL_FILES = ("humaneval/HumanEval.jsonl", "HumanEval.jsonl")

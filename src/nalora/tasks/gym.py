@@ -112,7 +112,7 @@ class Gym(Task):
         """
         in_test_set = set(self._questions("test"))
         indices = [index for index, text in enumerate(self._questions("train")) if text not in in_test_set]
-        self.also_asked = self.train_size - len(indices)
+        self.dropped_test_questions = self.train_size - len(indices)
         if not indices:
             found = f"each of {self.train_size} generated questions among the {self.test_size} of the test set"
             self._refuse(found, "some to train on", "choose settings with more variety, or a smaller test_size")
@@ -168,7 +168,7 @@ class Gym(Task):
         if answer and len(others) > 2 and all(score >= 1 for score in self.scores(others)):
             self._refuse(f"its scorer accepts {_short(answer)!r} for every question")
 
-    def refuse_what_was_learnt(self, trained: Task) -> None:
+    def refuse_training_examples(self, trained: Task) -> None:
         """Refuse test questions that training did not exclude, since it excluded the test set of its own options only.
 
         Compares the questions: a smaller test set is the start of a larger one in all families of 0.1.25 but acre.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nalora.distributed import processes
-from nalora.files.cache import cache_folder
+from nalora.files import cache_folder
 from nalora.methods.method import Batch, Start
 from nalora.runs.folder import RunFolder
 from nalora.runs.progress import Report
