@@ -40,7 +40,7 @@ def test_a_custom_activation_is_listed_with_its_points_and_drawn(activations, tm
     code, out, _ = activations(f"{source}:steep", "torch.nn:SiLU", "--draw", str(tmp_path / "drawn"))
     assert code == 0
     assert "+0.426154848" in out
-    assert "SiLU (the values of silu)" in out
+    assert "SiLU (same values as silu)" in out
     check_files([tmp_path / "drawn" / f"steep.{kind}" for kind in ("png", "svg")], must_say=["+0.4262"])
 
 

@@ -155,7 +155,7 @@ def test_a_wrong_model_is_one_line_and_exit_code_2(run, tmp_path, content, said)
 
 
 def test_a_missing_model_and_an_unknown_command(run):
-    assert "model" in one_line(run("inspect")[2])
+    assert "MODEL" in one_line(run("inspect")[2])
     code, _, err = run("inspct")
     assert code == 2
     assert "inspct" in one_line(err)

@@ -67,7 +67,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(tmp_path, setti
         patched.setattr(demo, "train", interrupted)
         finished, said = run(tmp_path, settings)
     assert not finished
-    assert "goes on from here" in said
+    assert "continues from here" in said
     assert "NA-LoRA, update space" not in said
     assert not (tmp_path / "result.json").exists()
     assert run(tmp_path, settings)[0]

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import yaml
 
-from nalora.cli.failures import one_sentence
+from nalora.cli.failures import message_of
 from nalora.errors import NALoRAError
 
 
@@ -29,7 +29,7 @@ from nalora.errors import NALoRAError
     ],
 )
 def test_errors_in_words(error, said):
-    found = one_sentence(error)
+    found = message_of(error)
     assert found is None if said is None else said in found
 
 
@@ -54,7 +54,7 @@ echo "code $?"
         pytest.param(400, "--resume", id="on the way", marks=pytest.mark.slow),
     ],
 )
-def test_a_disk_that_is_really_full_is_one_sentence_and_the_run_goes_on(tmp_path, size, resume):
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(tmp_path, size, resume):
     model = tiny.saved_llama(tmp_path / "base")
     (tmp_path / "small").mkdir()
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({

@@ -7,7 +7,7 @@ import io
 import tiny
 from rich.console import Console
 
-from nalora.cli.mismatching import print_mismatch
+from nalora.cli.diagnosing import print_mismatch
 from nalora.diagnostics.mismatch import compare
 from nalora.diagnostics.mismatch_measures import measures
 from nalora.runs.settings import check

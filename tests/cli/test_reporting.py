@@ -11,7 +11,7 @@ def test_the_path_is_printed(report, tmp_path):
     folder = write_run(tmp_path, name="na")
     code, out, _ = report(str(folder))
     assert code == 0
-    assert out.strip() == f"the report: {folder / 'report.html'}"
+    assert out.strip() == f"Report: {folder / 'report.html'}"
     assert (folder / "report.html").stat().st_size > 1e6
 
 

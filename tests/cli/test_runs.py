@@ -38,9 +38,9 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert "2 steps" in out
     code, out, _ = run("evaluate", tmp_path / "run")
     assert code == 0, out
-    for part in ("base", "adapted", "accuracy", "loss of the targets", "95 % interval", "ran out of tokens"):
+    for part in ("base", "adapted", "accuracy", "loss of the answers", "95 % interval", "reached the limit of tokens"):
         assert part in out
-    (folder,) = re.findall(r"adapted, every answer: (.+)", out)
+    (folder,) = re.findall(r"Outputs of adapted: (.+)", out)
     assert (Path(folder) / "outputs.jsonl").is_file()
     code, again, _ = run("evaluate", tmp_path / "run")
     assert [line for line in again.splitlines() if "accuracy" in line] == [

@@ -121,7 +121,7 @@ def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
     while has_processes(study.pid):
         assert time.monotonic() < latest, "a worker is left"
         time.sleep(0.1)
-    assert told.splitlines()[-1] == "stopped; start it again to go on"
+    assert told.splitlines()[-1] == "Stopped; start the study again to continue."
     assert list(stopped.glob("*/checkpoints/checkpoint-*"))
     assert not list(stopped.glob("*/result.json"))
     for store in (stopped, whole):
@@ -185,7 +185,7 @@ def test_a_study_of_which_runs_failed_tells_everything_and_exits_with_1(run, fil
     code, out, _ = run("study", file, "--store", store)
     assert code == 1
     told = " ".join(out.split())
-    assert "missing: lora, lr 0.001, seed 0 (" in told
+    assert "Missing: lora, lr 0.001, seed 0 (" in told
     assert "): [/x] out of memory (see " in told
     assert "start the study again with --retry-failed" in told
     assert "0123" not in out
@@ -238,4 +238,4 @@ def test_the_live_table_counts_every_arm_s_runs_and_says_how_long_it_takes(file,
     assert "2 of 6 runs, about 3 min left" in shown(progress)
 
     progress.stopping = True
-    assert "2 of 6 runs; stopping, a second Ctrl-C does not wait" in " ".join(shown(progress).split())
+    assert "2 of 6 runs; stopping, press Ctrl-C again to stop without waiting" in " ".join(shown(progress).split())

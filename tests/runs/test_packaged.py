@@ -88,7 +88,7 @@ def test_a_user_s_own_file_goes_before_ours_of_the_same_name(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert settings.read("laptop", ["rank=3"]).settings.output == "runs/laptop"
     assert study.read("laptop").name == "laptop"
-    assert study.question("laptop").startswith("Asks, without a GPU")
+    assert study.question("laptop").startswith("Question: does NA-LoRA's mask choose")
     (tmp_path / "laptop").mkdir()
     assert settings.read("laptop").settings.model == "smollm2-135m", "a folder is no run's file"
     (tmp_path / "laptop").rmdir()

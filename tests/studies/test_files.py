@@ -70,7 +70,7 @@ def test_it_opens_with_commands_that_the_command_line_has(file):
 @by_name
 def test_it_says_what_it_asks_its_number_of_runs_and_its_cost_on_named_hardware(file):
     text = " ".join(opening(file))
-    assert "Asks" in text
+    assert "Question: " in text
     (runs,) = re.findall(r"Runs: (\d+) ", text)
     assert int(runs) == Schedule(read(file), "store").total({})
     cost = text.partition("Cost, ")[2]

@@ -40,10 +40,10 @@ def finished(tmp_path):
 def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
     study, store = finished
     progress = so_far(study, store)
-    page = write_page(study, progress, store, store / "page.html", "Asks <whether> it helps.").read_text()
+    page = write_page(study, progress, store, store / "page.html", "Question: <whether> it helps.").read_text()
     (part,) = answer(progress.schedule, progress.results, progress.failed).parts
     assert page.index("What the study says") < page.index("Did it learn")
-    assert "Asks &lt;whether&gt; it helps." in page
+    assert "Question: &lt;whether&gt; it helps." in page
     assert all(sentence in page for sentence in part.sentences)
     assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences)
     assert "Bold: significantly" not in page, "marks are words here"
@@ -108,6 +108,6 @@ def test_half_of_a_study_is_shown_and_nothing_of_one_is_refused(tmp_path):
 def test_the_question_is_what_the_file_asks(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(
-        "# nalora study study.yaml\n# Asks one thing,\n# and another.\n# Runs: 3 (three).\nname: x\n# Not this.\n"
+        "# nalora study study.yaml\n# Question: one thing,\n# and another.\n# Runs: 3 (three).\nname: x\n# Not this.\n"
     )
-    assert question(file) == "Asks one thing, and another."
+    assert question(file) == "Question: one thing, and another."

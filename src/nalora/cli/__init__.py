@@ -1,4 +1,4 @@
-"""The command line: what a user can ask nalora without writing Python."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from nalora import __version__
 from nalora.cli import diagnosing, failures, inspecting, listing, reporting, runs, studying
 
-# What shells report of a command whose reader went away.
+# The exit code that shells report for SIGPIPE: the reader of the output has ended.
 _BROKEN_PIPE = 128 + 13
 
 app = typer.Typer(
     name="nalora",
-    help="Nonlinearity-Aware LoRA: train ordinary LoRA adapters with an eye on the FFN gates.",
+    help="Nonlinearity-Aware LoRA (NA-LoRA): train, evaluate and compare LoRA adapters.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -24,16 +24,16 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line on stderr and exit code 2, never a traceback."""
+    """Run the command line; a mistake of the user is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(prog_name="nalora", standalone_mode=False)
     except typer.TyperException as error:
         code = _refuse(error.format_message())
-    except BrokenPipeError:  # `nalora recipes | head` has what it wanted
+    except BrokenPipeError:  # as in `nalora recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BROKEN_PIPE
     except Exception as error:
-        message = failures.one_sentence(error)
+        message = failures.message_of(error)
         if message is None:
             raise
         code = _refuse(message)
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def _refuse(message: str) -> int:
-    """Print what is wrong; an empty message is that of the help, which is printed in place of missing arguments."""
+    """Print an error message; it is empty if the help was printed in place of missing arguments."""
     if message:
-        # Names out of files may hold what a terminal would obey.
+        # Names from files may contain control characters of terminals.
         line = "".join(char if char.isprintable() else "�" for char in " ".join(message.split()))
         print(f"nalora: {line}", file=sys.stderr)
     return 2

@@ -1,7 +1,7 @@
-"""The demo: one real model trained three ways for a few minutes, LoRA and NA-LoRA in both spaces, side by side.
+"""The demo: one real model trained with LoRA and with NA-LoRA in both spaces, compared in one table.
 
-Same recipe, same seed, same batches, same initial adapter. It shows that nalora runs and what it does to the gates.
-One seed and a few dozen steps cannot show which method is better.
+All three have the same recipe, seed, batches and initial adapter. The demo shows that nalora works and what it does to
+the gates. One seed and a few dozen steps cannot show which method is better.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nalora.diagnostics.dynamics import Request as Look
-from nalora.diagnostics.dynamics import diagnose
+from nalora.cli.screen import table
+from nalora.diagnostics import dynamics
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.files import outputs
 from nalora.files.atomic import json_text
@@ -27,14 +26,14 @@ from nalora.runs.folder import RunFolder, read_jsonl, write_json
 from nalora.runs.settings import read
 from nalora.training.run import Interrupted, train
 
-# What the report shows of the gates: a few states, a few examples; seconds beside minutes of training.
+# Few snapshots and examples for the gate figures of the report: seconds, compared with minutes of training.
 SNAPSHOT_EVERY = 15
 PROBE_SIZE = 6
 RECIPE = packaged.RECIPES / "laptop.yaml"
 
 
 class Arm(NamedTuple):
-    """A way to train the adapter, as settings beside the recipe's."""
+    """A variant of the recipe; its settings replace those of the recipe."""
 
     name: str
     title: str
@@ -48,8 +47,8 @@ ARMS = (
 )
 
 
-class Outcome(NamedTuple):
-    """What one arm came to; `before` is the base model's summary, the same for all."""
+class ArmResult(NamedTuple):
+    """The results of one arm; `before` is the summary of the base model, the same for all arms."""
 
     arm: Arm
     before: dict[str, Any]
@@ -58,10 +57,10 @@ class Outcome(NamedTuple):
     gates: dict[str, float]
 
 
-def run(
-    console: Console, *, folder: Path = Path("runs/demo"), recipe: Path = RECIPE, settings: Sequence[str] = ()
-) -> bool:
-    """Train and ask every arm, print the comparison; False where Ctrl-C ended it. Started again, it goes on.
+def run(console: Console, *, folder: Path = Path("runs/demo"), settings: Sequence[str] = ()) -> bool:
+    """Train and evaluate every arm and print the comparison; return False if Ctrl-C stopped it.
+
+    Called again, it continues.
 
     Raises:
         NALoRAError: the model's wheel is not installed, or the folder holds a demo of other settings, or files that
@@ -70,26 +69,27 @@ def run(
     marker.refuse_foreign(folder, "demo", option="--output", known=_is_of_0_1)
     outputs.refuse_foreign_files([folder / "report.html"], outputs.is_page, option="--output", kind="a report")
     marker.mark(folder, "demo")
-    outcomes: list[Outcome] = []
+    results: list[ArmResult] = []
     try:
         for arm in ARMS:
-            before = outcomes[0].before if outcomes else None
-            outcomes.append(_train_and_ask(console, arm, folder, recipe, settings, before))
+            before = results[0].before if results else None
+            results.append(_train_and_evaluate(console, arm, folder, settings, before))
     except (Interrupted, KeyboardInterrupt):
-        console.print("\nStopped; `nalora demo` goes on from here.")
-    if outcomes:
-        console.print(comparison(outcomes))
+        console.print("\nStopped; `nalora demo` continues from here.")
+    if results:
+        console.print(comparison(results))
         console.print(
-            "This shows that NA-LoRA runs, not that one method is better: one seed, few steps. In gradient space"
-            " Adam divides most of the control out of its update; in update space all of it acts.\n"
+            "This shows that NA-LoRA works, not that one method is better: one seed, few steps. In gradient space"
+            " Adam's normalisation cancels most of the control; in update space all of it acts.\n"
             f"Runs, outputs and scores: {folder}",
             highlight=False,
         )
-    finished = len(outcomes) == len(ARMS)
+    finished = len(results) == len(ARMS)
     if finished:
-        write_json(folder / "result.json", [_record(each) for each in outcomes])
+        rows = [row._asdict() | {"arm": row.arm._asdict()} for row in results]
+        write_json(folder / "result.json", json.loads(json_text(rows)))
         path = write_report(read_runs([folder / arm.name for arm in ARMS]), folder / "report.html")
-        console.print(f"The report, to open in a browser: {path}", highlight=False)
+        console.print(f"Report, to open in a browser: {path}", highlight=False)
     return finished
 
 
@@ -100,44 +100,41 @@ def _is_of_0_1(folder: Path) -> bool:
     )
 
 
-def _train_and_ask(
-    console: Console, arm: Arm, folder: Path, recipe: Path, settings: Sequence[str], before: dict[str, Any] | None
-) -> Outcome:
-    place = folder / arm.name
-    described = read(recipe, [*settings, *arm.settings, f"output={place}", f"snapshot_every={SNAPSHOT_EVERY}"])
+def _train_and_evaluate(
+    console: Console, arm: Arm, folder: Path, settings: Sequence[str], before: dict[str, Any] | None
+) -> ArmResult:
+    path = folder / arm.name
+    described = read(RECIPE, [*settings, *arm.settings, f"output={path}", f"snapshot_every={SNAPSHOT_EVERY}"])
     console.print(f"\n[bold]{arm.title}[/bold]")
-    result = train(described, resume=RunFolder(place).settings.is_file(), console=console)
-    with console.status("asking"):
-        summaries = evaluate_target(str(place), Request(with_base=before is None))
-    if not RunFolder(place).diagnosis.is_file():
-        with console.status("looking at the gates"):
-            diagnose(str(place), Look(probe_size=PROBE_SIZE))
-    rows = read_jsonl(RunFolder(place).metrics)
+    result = train(described, resume=RunFolder(path).settings.is_file(), console=console)
+    with console.status("evaluating"):
+        summaries = evaluate_target(str(path), Request(with_base=before is None))
+    if not RunFolder(path).diagnosis.is_file():
+        with console.status("measuring the gates"):
+            dynamics.diagnose(str(path), dynamics.Request(probe_size=PROBE_SIZE))
+    rows = read_jsonl(RunFolder(path).metrics)
     gates = {name.removeprefix("nalora/"): value for name, value in rows[-1].items() if name.startswith("nalora/")}
-    return Outcome(arm, before or summaries["base"], summaries["adapted"], result, gates)
+    return ArmResult(arm, before or summaries["base"], summaries["adapted"], result, gates)
 
 
-def comparison(outcomes: Sequence[Outcome]) -> Table:
-    """A row for each arm: what it scored before and after, how surely, and what its gates did."""
-    first = outcomes[0].after
-    title = f"{first['task']}, {first['examples']} held-out questions (95 % intervals)"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    table.add_column("")
+def comparison(results: Sequence[ArmResult]) -> Table:
+    """Return a table with a row for each arm: scores with intervals, the state of its gates, and the step time."""
+    first = results[0].after
+    rows = table("", title=f"{first['task']}, {first['examples']} held-out questions (95 % intervals)")
     for column in ("accuracy", "loss of the answers", "sup/res/pos", "scales g/u/d", "mask", "s/step"):
-        table.add_column(column, justify="right")
-    table.add_row("before", _accuracy(outcomes[0].before), _loss(outcomes[0].before), "", "", "", "")
-    for each in outcomes:
-        seconds = each.result["seconds"] / each.result["steps"]
-        table.add_row(
-            each.arm.title,
-            _accuracy(each.after),
-            _loss(each.after),
-            _joined(each.gates, "p_sup", "p_res", "p_pos"),
-            _joined(each.gates, "scale_gate", "scale_up", "scale_down") if each.gates.get("scaling_acts", 1) else "off",
-            _joined(each.gates, "mask_mean") if each.gates.get("mask_acts", 1) else "off",
-            f"{seconds:.2f}",
+        rows.add_column(column, justify="right")
+    rows.add_row("before", _accuracy(results[0].before), _loss(results[0].before), "", "", "", "")
+    for arm, _, after, result, gates in results:
+        rows.add_row(
+            arm.title,
+            _accuracy(after),
+            _loss(after),
+            _joined(gates, "p_sup", "p_res", "p_pos"),
+            _joined(gates, "scale_gate", "scale_up", "scale_down") if gates.get("scaling_acts", 1) else "off",
+            _joined(gates, "mask_mean") if gates.get("mask_acts", 1) else "off",
+            f"{result['seconds'] / result['steps']:.2f}",
         )
-    return table
+    return rows
 
 
 def _accuracy(summary: dict[str, Any]) -> str:
@@ -153,7 +150,3 @@ def _loss(summary: dict[str, Any]) -> str:
 
 def _joined(gates: dict[str, float], *names: str) -> str:
     return "/".join(f"{gates[name]:.2f}" for name in names) if gates else "–"
-
-
-def _record(outcome: Outcome) -> dict[str, Any]:
-    return json.loads(json_text(outcome._asdict() | {"arm": outcome.arm._asdict()}))  # type: ignore[no-any-return]

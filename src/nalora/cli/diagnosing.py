@@ -1,17 +1,19 @@
-"""`nalora diagnose`: what the gates of a run did, compared with itself over time or with another run."""
+"""`nalora diagnose`: how the gates of a run changed during training, or differ from those of another run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from nalora.cli.screen import console, hush_libraries, table
+from nalora.cli.screen import DataDir, Device, Trust, console, hush_libraries, number, table
 from nalora.errors import counted
 from nalora.runs.progress import bars
 
-# How a measure of the file is headed, and with how many digits.
+# The title and the number format of each measure in diagnosis.json.
 _COLUMNS = {
     "D_sel": ("D_sel", ".5f"), "flip": ("flips", ".3%"), "kappa_drift": ("κ drift", ".5f"),
     "suppressive": ("suppressive", ".3%"), "positive": ("positive", ".3%"), "severe": ("severe", ".4%"),
@@ -20,95 +22,121 @@ _COLUMNS = {
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     against: Annotated[
-        str | None, typer.Option(metavar="RUN|MODEL", help="Take apart how far the run is from this target instead.")
+        str | None,
+        typer.Option(metavar="RUN|MODEL", help="Compare the run with this run or model instead, term by term."),
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Only snapshots at multiples of so many steps.")] = 1,
-    probe_size: Annotated[int, typer.Option(min=1, help="Training examples to look at.")] = 512,
-    task: Annotated[str | None, typer.Option(help="Whose training examples; the run's own task by default.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Use only snapshots at multiples of this number of steps.")] = 1,
+    probe_size: Annotated[int, typer.Option(min=1, help="Number of training examples to measure on.")] = 512,
+    task: Annotated[str | None, typer.Option(help="Task of these examples (default: the task of the run).")] = None,
+    data_dir: DataDir = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Examples whose plain inference takes the memory that this takes: 16, on a GPU 128 by default."
-        ),
+        typer.Option(min=1, help="Examples per batch, shared by the two models compared (default: 16; 128 on a GPU)."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
-    per_channel: Annotated[bool, typer.Option("--per-channel", help="Write every channel's values too.")] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run code that the run's settings name: for runs of people you trust.")
+    device: Device = None,
+    per_channel: Annotated[
+        bool, typer.Option("--per-channel", help="Also write the values of every channel to the file.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
-    """Compare a run's snapshots on the same tokens: how its gates moved, by interval and by layer."""
+    """Measure how the gates of a run changed between its snapshots, for each interval and each layer."""
     hush_libraries()
-    from nalora.diagnostics.dynamics import Request
+    from nalora.diagnostics import dynamics
 
-    request = Request(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
+    request = dynamics.Request(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
     screen = console()
     with bars(screen, transient=True) as report:
-        found = _found(run, against, request, report)
+        if against is None:
+            result = dynamics.diagnose(run, request, report=report)
+        else:
+            from nalora.diagnostics.mismatch import diagnose_against
+
+            result = diagnose_against(run, against, request, report=report)
     if against is None:
-        print_diagnosis(screen, found)
-        screen.print(f"the diagnosis: {run / 'diagnosis.json'}", highlight=False)
+        print_diagnosis(screen, result)
+        screen.print(f"Diagnosis: {run / 'diagnosis.json'}", highlight=False)
     else:
-        from nalora.cli.mismatching import print_mismatch
-
-        print_mismatch(screen, found)
-        screen.print(f"the mismatch: {run / 'mismatch.json'}", highlight=False)
+        print_mismatch(screen, result)
+        screen.print(f"Mismatch: {run / 'mismatch.json'}", highlight=False)
 
 
-def _found(run: Path, against: str | None, request: Any, report: Any) -> dict[str, Any]:
-    """What the file says that was written."""
-    if against is None:
-        from nalora.diagnostics.dynamics import diagnose as diagnose_run
-
-        return diagnose_run(run, request, report=report)
-    from nalora.diagnostics.mismatch import diagnose_against
-
-    return diagnose_against(run, against, request, report=report)
-
-
-def print_diagnosis(screen: Any, found: dict[str, Any]) -> None:
-    """A row for each interval with means over blocks, then a row for each block over the whole run."""
-    probe = found["probe"]
-    title = f"{found['method']} on {found['model']}: {counted(probe['examples'], 'example')} of {probe['task']}, "
-    rows = table("steps", *(head for head, _ in _COLUMNS.values()), title=f"{title}{counted(probe['tokens'], 'token')}")
-    for interval in found["intervals"]:
+def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
+    """Print a row for each interval with means over blocks, then a row for each block over the whole run."""
+    probe, cost, cumulative = result["probe"], result["cost"], result["cumulative"]
+    title = (
+        f"{result['method']} on {result['model']}: {counted(probe['examples'], 'example')} of {probe['task']}, "
+        f"{counted(probe['tokens'], 'token')}"
+    )
+    titles = [title for title, _ in _COLUMNS.values()]
+    rows = table("steps", *titles, title=title)
+    for interval in result["intervals"]:
         rows.add_row(f"{interval['from']} → {interval['to']}", *_means(interval))
     rows.add_section()
-    rows.add_row("all intervals together", *_means(found["cumulative"]))
-    if ends := found["first_to_last"]:
+    rows.add_row("all intervals together", *_means(cumulative))
+    if ends := result["first_to_last"]:
         rows.add_row(f"{ends['from']} → {ends['to']} directly", *_means(ends))
     screen.print(rows)
-    heads = [head for head, _ in _COLUMNS.values()]
-    blocks = table("block", *heads, "sup/res/pos first", "last", title="all intervals together, by block")
-    first, last = found["shares"][0], found["shares"][-1]
-    for index, block in enumerate(found["blocks"]):
-        values = [_shown(found["cumulative"][name][index], form) for name, (_, form) in _COLUMNS.items()]
-        blocks.add_row(block["name"], *values, _shares(first, index), _shares(last, index))
+    blocks = table("block", *titles, "sup/res/pos first", "last", title="all intervals together, by block")
+    for index, block in enumerate(result["blocks"]):
+        values = [number(cumulative[name][index], form) for name, (_, form) in _COLUMNS.items()]
+        shares = (
+            "/".join(number(state[name][index], ".2f") for name in ("p_sup", "p_res", "p_pos"))
+            for state in (result["shares"][0], result["shares"][-1])
+        )
+        blocks.add_row(block["name"], *values, *shares)
     screen.print(blocks)
-    for notice in found["notices"]:
-        screen.print(f"note: {notice}", highlight=False)
-    cost = found["cost"]
-    passes = (
-        f"{cost['forward_passes_per_checkpoint']:g} forward passes for each of {counted(len(found['steps']), 'state')}"
-    )
-    screen.print(f"{passes}, {cost['seconds']:.0f} s", highlight=False)
+    for notice in result["notices"]:
+        screen.print(f"Note: {notice}", highlight=False)
+    passes, states = cost["forward_passes_per_checkpoint"], counted(len(result["steps"]), "state")
+    screen.print(f"{passes:g} forward passes for each of {states}, {cost['seconds']:.0f} s", highlight=False)
 
 
-def _means(row: dict[str, Any]) -> list[str]:
-    """Means over blocks; over those that have the measure."""
+def _means(row: Mapping[str, Any]) -> list[str]:
+    """Return the mean of each measure over the blocks that have it."""
     means = []
     for name, (_, form) in _COLUMNS.items():
         known = [value for value in row[name] if value is not None]
-        means.append(_shown(sum(known) / len(known) if known else None, form))
+        means.append(number(sum(known) / len(known) if known else None, form))
     return means
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
+    """Print a row for each block: the shares of the terms, the difference and its bound, and rank correlations."""
+    from nalora.diagnostics.decomposition import TERMS
+    from nalora.diagnostics.mismatch_measures import STATISTICS, in_words
+
+    scores = {"mask": result["mask"]} if result["mask"] else {}
+    scores |= {title: result["statistics"][name] for name, title in STATISTICS.items()}
+    title = f"{result['run']} against {result['target']}: {counted(result['probe']['tokens'], 'token')}"
+    rows = table("block", "residual", "selection", "view", "‖ΔU‖", "of its bound", title=title)
+    for name in (*(f"ρ {name}" for name in scores), "30 % hold (best)"):
+        rows.add_column(name)
+    for column in rows.columns[1:]:
+        column.justify = "right"
+    best, first = next(iter(scores.items()))
+    for index, block in enumerate(result["blocks"]):
+        rows.add_row(
+            block["name"],
+            *(_percent(result["share"][term][index]) for term in TERMS),
+            number(result["bound"]["actual"][index], ".3g"),
+            _percent(result["bound"]["tightness"][index]),
+            *(number(score["rank_correlation"][index], "+.2f") for score in scores.values()),
+            f"{_percent(first['energy_held'][index])} ({_percent(result['most_held'][index])})",
+        )
+    screen.print(rows)
+    screen.print(
+        "Shares are fractions of the energy of the three terms. ρ is the rank correlation with the selection mismatch"
+        f" of each channel. The last column is the share of it in the 30 % of channels with the highest {best}, and in"
+        " brackets the largest share that any 30 % have.",
+        highlight=False,
+        style="dim",
+    )
+    if not all(block["gated"] for block in result["blocks"]):
+        screen.print("Blocks without an up projection have no view mismatch.", highlight=False, style="dim")
+    screen.print(in_words(result), highlight=False)
 
 
-def _shares(row: dict[str, Any], index: int) -> str:
-    return "/".join(_shown(row[name][index], ".2f") for name in ("p_sup", "p_res", "p_pos"))
+def _percent(value: float | None) -> str:
+    return number(value, ".0%" if value is None or value >= 0.095 or value == 0 else ".1%")

@@ -1,4 +1,4 @@
-"""What the machine refuses, as one sentence in place of a traceback: a full disk, no right to write, a lost file."""
+"""One sentence in place of a traceback for errors of the machine: a full disk, no permission, a missing file."""
 
 from __future__ import annotations
 
@@ -6,38 +6,32 @@ from nalora.errors import NALoRAError, shortened
 from nalora.studies.outcome import is_disk_full
 
 
-def one_sentence(error: Exception) -> str | None:
-    """What to tell the user; None where it is a fault of this program, whose traceback is wanted.
-
-    Args:
-        error: what ended a command.
-    """
+def message_of(error: Exception) -> str | None:
+    """Return the message for the user; None if it is a bug of nalora, whose traceback is needed."""
     if isinstance(error, NALoRAError):
         return str(error)
+    path = _path(error)
     if is_disk_full(error):
-        place = _place(error)
-        return str(
-            NALoRAError(
-                place or "disk",
-                found="that the disk is full",
-                expected="room for what is written",
-                fix="make room, then start the same command again; a run goes on with --resume",
-            )
+        refusal = NALoRAError(
+            path or "disk",
+            found="that the disk is full",
+            expected="room for the files that are written",
+            fix="make room, then start the same command again; add --resume to continue a run",
         )
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return str(
-            NALoRAError(
-                _place(error) or "file",
-                found=error.strerror,
-                expected="a file or folder that can be read and written as the command needs it",
-                fix="check the path and its permissions, or give another",
-            )
+    elif isinstance(error, OSError) and error.strerror and error.filename is not None:
+        refusal = NALoRAError(
+            path or "file",
+            found=error.strerror,
+            expected="a file or folder that the command can read and write",
+            fix="check the path and its permissions, or give another",
         )
-    return None
+    else:
+        return None
+    return str(refusal)
 
 
-def _place(error: BaseException | None) -> str | None:
-    """The first file that the error or what caused it names."""
+def _path(error: BaseException | None) -> str | None:
+    """Return the first path that the error, or one that caused it, names."""
     while error is not None:
         if isinstance(error, OSError) and error.filename is not None:
             return shortened(str(error.filename), 200)

@@ -1,4 +1,4 @@
-"""`nalora train`, `nalora evaluate` and `nalora demo`: runs and what came of them."""
+"""`nalora train`, `nalora evaluate` and `nalora demo`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
+from nalora.cli.screen import INTERRUPTED, DataDir, Device, TakeOver, Trust, console, hush_libraries, table
 from nalora.errors import counted
 from nalora.runs.progress import bars
 
@@ -18,23 +18,17 @@ def train(
         Path,
         typer.Argument(
             metavar="RUN.yaml|NAME",
-            help="The run's YAML file, or a recipe's name; `nalora recipes laptop` explains every setting.",
+            help="The run's YAML file, or the name of a recipe; `nalora recipes laptop` explains every setting.",
         ),
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...",
-            help="Settings in place of the file's; KEY= alone removes one, as if the file did not have it.",
-        ),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file; KEY= removes one."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in its folder.")] = False,
-    take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Take over from a process on another host that no longer runs."),
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
+    take_over: TakeOver = False,
 ) -> None:
-    """Train one run; an ordinary PEFT adapter comes out. Ctrl-C leaves a run that --resume goes on with."""
+    """Train one run and save an ordinary PEFT adapter. Ctrl-C stops it, --resume continues it."""
     hush_libraries()
     from nalora.runs.settings import read
 
@@ -56,42 +50,40 @@ def train(
     steps, seconds, loss = result["steps"], result.get("seconds") or 0.0, result.get("train_loss")
     shown = "not finite" if loss is None else f"{loss:.4f}"
     screen.print(f"{counted(steps, 'step')} in {seconds:.0f} s, training loss {shown}", highlight=False)
-    screen.print(f"the run: {described.settings.output}", highlight=False)
+    screen.print(f"Run folder: {described.settings.output}", highlight=False)
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model.")],
-    task: Annotated[str | None, typer.Option(help="By name, or FILE.py[:NAME]; a run's own task by default.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="A folder with the task's files, in place of the hub.")] = None,
+    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="The folder of a run, or a model.")],
+    task: Annotated[str | None, typer.Option(help="Name, or FILE.py[:NAME] (default: the task of the run).")] = None,
+    data_dir: DataDir = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A setting of the task; KEY= alone removes the run's own."),
+        typer.Option(metavar="KEY=VALUE", help="A setting of the task; KEY= removes that of the run."),
     ] = None,
     style: Annotated[
-        Literal["plain", "chat"] | None, typer.Option(help="Prompts as the task writes them, or as chat turns.")
+        Literal["plain", "chat"] | None, typer.Option(help="Plain prompts, or chat messages (default: as in training).")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions.")] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Prompt and answer tokens written at a time.")] = 32_768,
-    device: Annotated[str | None, typer.Option(help="Where to run.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N questions.", metavar="N")] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of prompt and answer tokens per batch.")
+    ] = 32_768,
+    device: Device = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The folder for outputs and scores, below it one for each task; the run's folder by default, or of a"
-            " model runs/evaluations."
+            help="Folder for outputs and scores, with a subfolder for each task (default: the run's folder; for a"
+            " model runs/evaluations)."
         ),
     ] = None,
-    no_base: Annotated[bool, typer.Option("--no-base", help="Do not ask the base model too.")] = False,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Do not evaluate the base model of the run.")] = False,
     unsafe_code: Annotated[
-        bool, typer.Option("--unsafe-code", help="Run generated programs without a sandbox, with limits alone.")
+        bool, typer.Option("--unsafe-code", help="Run generated programs without a sandbox, only with limits.")
     ] = False,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take over from a process on another host that no longer runs.")
-    ] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Run code that the run's settings name: for runs of people you trust.")
-    ] = False,
+    take_over: TakeOver = False,
+    trust: Trust = False,
 ) -> None:
-    """Ask a task's questions and score the answers, with intervals; started again, it goes on where it stopped."""
+    """Evaluate a run or a model on a task, with 95 % confidence intervals. Started again, it continues."""
     hush_libraries()
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.runs.settings import key_values
@@ -106,45 +98,51 @@ def evaluate(
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)
     print_summaries(screen, summaries)
-    for who, summary in summaries.items():
-        screen.print(f"{who}, every answer: {summary['folder']}", highlight=False, soft_wrap=True)
+    for model, summary in summaries.items():
+        screen.print(f"Outputs of {model}: {summary['folder']}", highlight=False, soft_wrap=True)
 
 
 def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
-    """A row for each model and measure, with its interval, and what knowing nothing scores."""
+    """Print a row for each model and measure, with its interval, and for each baseline without a model."""
     first = next(iter(summaries.values()))
-    rows = table("asked", "measure", "value", "95 % interval", "examples", title=first["task"])
-    for who, summary in summaries.items():
+    rows = table("model", "measure", "value", "95 % interval", "examples", title=first["task"])
+    for model, summary in summaries.items():
         for name, measured in summary["measures"].items():
             low, high = measured.get("binomial") or measured["bootstrap"]
-            rows.add_row(who, name, f"{measured['value']:.4f}", f"{low:.4f} … {high:.4f}", str(summary["examples"]))
+            rows.add_row(model, name, f"{measured['value']:.4f}", f"{low:.4f} … {high:.4f}", str(summary["examples"]))
         if loss := summary["target_loss"]:
             low, high = loss["bootstrap"]
-            rows.add_row(who, "loss of the targets", f"{loss['value']:.4f}", f"{low:.4f} … {high:.4f}", "")
-    for who, value in first["chance"].items():
-        rows.add_row(who, "", f"{value:.4f}", "", str(first["examples"]))
+            rows.add_row(model, "loss of the answers", f"{loss['value']:.4f}", f"{low:.4f} … {high:.4f}", "")
+    for baseline, value in first["chance"].items():
+        rows.add_row(baseline, "", f"{value:.4f}", "", str(first["examples"]))
     screen.print(rows)
-    for who, summary in summaries.items():
+    for model, summary in summaries.items():
         if (loss := summary["target_loss"]) and not math.isfinite(loss["value"]):
             screen.print(
-                f"{who}: the loss is not finite: the model's numbers overflow, as after training that diverged in its"
+                f"{model}: the loss is not finite: the model's numbers overflow, as after training that diverged in its"
                 " last step; train again with a lower learning_rate",
                 highlight=False,
             )
         if summary["unfinished"]:
-            screen.print(f"{who}: {counted(summary['unfinished'], 'answer')} ran out of tokens", highlight=False)
+            screen.print(
+                f"{model}: {counted(summary['unfinished'], 'answer')} reached the limit of tokens", highlight=False
+            )
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps for each method; the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the adapter and of the data's order.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps of each method.", show_default="as in the recipe laptop")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Seed of the adapter and of the data order.", show_default="as in the recipe laptop"),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/demo"),
 ) -> None:
-    """Train a real 135M model three ways, LoRA and NA-LoRA in both spaces, and ask it; seven minutes on two cores."""
+    """Train SmolLM2-135M with LoRA and with NA-LoRA in both spaces, and compare them; 7 minutes on two CPU cores."""
     hush_libraries()
     from nalora.cli.demo import run
 
-    given = {"steps": steps, "seed": seed}
-    settings = [f"{name}={value}" for name, value in given.items() if value is not None]
+    settings = [f"{name}={value}" for name, value in (("steps", steps), ("seed", seed)) if value is not None]
     if not run(console(), folder=output, settings=settings):
         raise typer.Exit(INTERRUPTED)

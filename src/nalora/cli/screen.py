@@ -1,22 +1,34 @@
-"""What the commands share of the screen."""
+"""What the commands share: the console, tables, and options that several commands have."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-# What a command exits with that Ctrl-C stopped, as shells have it.
+# The exit code of a command that Ctrl-C stopped, as in shells.
 INTERRUPTED = 130
+
+DataDir = Annotated[str | None, typer.Option(help="Folder with the task's files, used instead of the hub.")]
+Device = Annotated[
+    str | None, typer.Option(help="Device, such as cpu or cuda:1 (default: that of the run, or the best available).")
+]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Take over the folder of a process on another host that has ended.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run Python code that the settings name; only for settings that you trust.")
+]
 
 
 def hush_libraries() -> None:
-    """Keep the notices of libraries out of what a command prints; its errors still come through."""
+    """Suppress warnings, log messages and progress bars of libraries; errors are still reported."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -26,10 +38,15 @@ def hush_libraries() -> None:
 
 
 def console() -> Console:
-    """Rich on stdout; in a pipe as wide as the tables want, so that no line is folded at 80 columns."""
+    """Return a console on stdout; in a pipe it is 160 columns wide, so that lines are not wrapped at 80."""
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def table(*columns: str, **options: Any) -> Table:
-    """A table in the house style."""
+    """Return an empty table in the style of all commands."""
     return Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
+
+
+def number(value: float | None, form: str) -> str:
+    """Return the formatted number, or a dash if there is none."""
+    return "–" if value is None else format(value, form)

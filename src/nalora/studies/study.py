@@ -125,7 +125,7 @@ def question(file: str | Path) -> str:
     """Return the study's question: the comment at the top of its file, up to the number of runs."""
     lines = packaged.study(file).read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    left_out = ("# nalora ", packaged.IN_SHORT)
+    left_out = ("# nalora ", "# for ", packaged.IN_SHORT)
     text = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith(left_out))
     return text.partition("Runs: ")[0].strip()
 
