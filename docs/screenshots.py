@@ -25,7 +25,7 @@ FIGURES = Path(__file__).parent / "figures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # A picture is of a window of this size, scrolled to a section or a chart: (name, where, width, height, theme).
 PICTURES = (
-    ("learn", "body", 1200, 900, "light"),
+    ("results", "body", 1200, 900, "light"),
     ("gates", "#gates", 1200, 900, "light"),
     ("kappa", "#chart-kappa", 1200, 620, "light"),
     ("moved", "#moved", 1200, 560, "light"),

@@ -36,7 +36,7 @@ def test_notices_are_printed_too(report, tmp_path):
     (folder / "result.json").unlink()
     code, out, _ = report(str(folder))
     assert code == 0
-    assert "na: The run is still going" in out
+    assert "na: The run is still running" in out
 
 
 def test_no_such_run_is_one_line(report, tmp_path):

@@ -132,7 +132,7 @@ def test_choosing_runs_changes_the_charts(visit):
     assert [trace["name"] for trace in visit.traces("answers-0")] == ["base", "first", "third"]
     for number in (0, 2):
         visit.page.locator(f"#run-{number}").uncheck()
-    assert "No run is chosen" in visit.page.locator("#chart-loss .note").inner_text()
+    assert "No run is selected" in visit.page.locator("#chart-loss .note").inner_text()
 
 
 def test_the_run_in_detail_changes_the_heat_maps(visit, folder):
@@ -172,7 +172,7 @@ def test_a_keyboard_reaches_every_control(visit):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "learn"
+    assert page.evaluate("document.activeElement.id") == "results"
     page.evaluate("document.querySelector('.skip').focus()")
     reached = []
     for _ in range(24):
@@ -251,7 +251,7 @@ def test_print_is_light_whole_and_without_controls(browser, folder):
 
 
 PARTIAL = {
-    "still going": ("result.json", "adapter/adapter_model.safetensors"),
+    "still running": ("result.json", "adapter/adapter_model.safetensors"),
     "nothing logged": ("metrics.jsonl", "gates.jsonl", "diagnosis.json"),
     "settings lost": ("run.yaml", "environment.json"),
 }

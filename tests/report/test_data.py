@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from nalora.errors import NALoRAError
-from nalora.report.data import differences, layer_labels, read_run, read_runs
-from nalora.report.words import answers
+from nalora.report.data import differences, read_run, read_runs
+from nalora.report.naming import layer_labels
+from nalora.report.sections import scores
 from report.run_folders import LOWER, UPPER, block_names, summary, write, write_run
 
 
@@ -60,12 +61,12 @@ def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
 
     write(place / "adapted-0" / "summary.json", summary(2, of=5) | {"questions": 100})
     assert shown() == 5
-    assert "the first 5 of 100" in answers([read_run(run)])
+    assert "the first 5 of 100" in scores([read_run(run)])
     write(place / "adapted-1" / "summary.json", summary(31, of=100))
     for number, asked in (("2", 5), ("3", 50)):
         write(place / f"adapted-{number}" / "summary.json", summary(2, of=asked) | {"questions": 100})
         assert shown() == 100
-    assert "the first" not in answers([read_run(run)])
+    assert "the first" not in scores([read_run(run)])
 
 
 def test_what_was_held_out_of_training_is_named_as_such(tmp_path):
@@ -78,7 +79,7 @@ def test_what_was_held_out_of_training_is_named_as_such(tmp_path):
     assert list(read.evaluations) == ["gym/chain_sum", "gym/chain_sum (validation)"]
     shares = {task: asked["adapted"]["measures"]["accuracy"]["value"] for task, asked in read.evaluations.items()}
     assert shares == {"gym/chain_sum": 0.31, "gym/chain_sum (validation)": 0.9}
-    assert "gym/chain_sum (validation): value" in answers([read])
+    assert "gym/chain_sum (validation): value" in scores([read])
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
@@ -93,12 +94,12 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
         read_runs([tmp_path])
 
 
-def test_a_run_still_going_says_so(tmp_path):
+def test_a_running_run_is_reported(tmp_path):
     run = write_run(tmp_path, evaluated=False)
     (run / "result.json").unlink()
     read = read_run(run)
     assert read.result is None
-    assert any("still going" in notice and "before any checkpoint" in notice for notice in read.notices)
+    assert any("still running" in notice and "before any checkpoint" in notice for notice in read.notices)
     (run / "checkpoints" / "checkpoint-5").mkdir(parents=True)
     assert any("resumed from a checkpoint" in notice for notice in read_run(run).notices)
 

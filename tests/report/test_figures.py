@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,18 @@ from figure_files import check_files, texts
 
 from nalora.activations import get
 from nalora.control.recorded import named_activation
-from nalora.report import figures, gate_figures, paper_figures
+from nalora.report import figures
 from nalora.report.capacity import read_capacity
 from nalora.report.data import read_run, read_runs
-from nalora.report.drawing import COLOURS, look, stroke
+from nalora.report.charts import COLOURS, running_mean
+from nalora.report.drawing import look, stroke
 from report.run_folders import write, write_run
+
+loss_curves, step_scales, update_norms, over_training, by_layer = (
+    partial(figures.line_figure, name)
+    for name in ("loss", "step-scales", "update-norm", "diagnostics-over-training", "diagnostics-by-layer")
+)
+regime_maps, mask_maps = (partial(figures.heat_figure, name) for name in ("regimes", "mask"))
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def no_empty_axes(figure):
 
 
 def test_losses_are_the_logged_ones(runs):
-    figure = no_empty_axes(figures.loss_curves(runs))
+    figure = no_empty_axes(loss_curves(runs))
     for run in runs:
         steps, losses = lines(figure.axes[0], run.name).get_data()
         np.testing.assert_array_equal(steps, [row["step"] for row in run.metrics])
@@ -55,7 +63,7 @@ def test_losses_are_the_logged_ones(runs):
 
 def test_many_losses_are_drawn_pale_under_their_mean(tmp_path):
     run = read_run(write_run(tmp_path, steps=400, layers=1))
-    axes = figures.loss_curves([run]).axes[0]
+    axes = loss_curves([run]).axes[0]
     raw = lines(axes, "_raw").get_ydata()
     np.testing.assert_array_equal(raw, run.series("loss")[1])
     mean = lines(axes, "run").get_ydata()
@@ -64,13 +72,13 @@ def test_many_losses_are_drawn_pale_under_their_mean(tmp_path):
 
 
 def test_running_mean_skips_what_is_not_finite_and_keeps_the_ends():
-    mean = figures.running_mean(np.array([1.0, np.nan, 3.0, 5.0]), 3)
+    mean = running_mean(np.array([1.0, np.nan, 3.0, 5.0]), 3)
     np.testing.assert_allclose(mean, [1, 2, 4, 4])
 
 
 @pytest.mark.parametrize(
     ("draw", "names"),
-    [(gate_figures.regime_maps, ["p_sup", "p_res", "p_pos"]), (gate_figures.mask_maps, ["kept_share", "stability"])],
+    [(regime_maps, ["p_sup", "p_res", "p_pos"]), (mask_maps, ["kept_share", "stability"])],
 )
 def test_heat_maps_are_layers_by_steps(runs, draw, names):
     run = runs[1]
@@ -84,13 +92,13 @@ def test_heat_maps_are_layers_by_steps(runs, draw, names):
 
 
 def test_steps_far_apart_are_drawn_wide(runs):
-    edges = gate_figures._edges(np.array([1.0, 2.0, 4.0, 8.0]))
+    edges = figures._edges(np.array([1.0, 2.0, 4.0, 8.0]))
     assert edges.tolist() == [0.5, 1.5, 3.0, 6.0, 10.0]
-    assert gate_figures._edges(np.array([7.0])).tolist() == [6.5, 7.5]
+    assert figures._edges(np.array([7.0])).tolist() == [6.5, 7.5]
 
 
 def test_step_scales_are_means_and_ranges_over_layers(runs):
-    figure = no_empty_axes(gate_figures.step_scales(runs))
+    figure = no_empty_axes(step_scales(runs))
     gates = runs[1].gates
     for axes, name in zip(figure.axes, ("scale_gate", "scale_up", "scale_down"), strict=True):
         np.testing.assert_allclose(lines(axes, "na-lora").get_ydata(), gates.columns[name].mean(axis=1))
@@ -101,7 +109,7 @@ def test_step_scales_are_means_and_ranges_over_layers(runs):
 
 def test_kappa_stands_over_the_histogram_with_its_thresholds(runs):
     run = runs[1]
-    figure = no_empty_axes(gate_figures.kappa_figure(run))
+    figure = no_empty_axes(figures.kappa_figure(run))
     upper, lower = figure.axes[:2]
     z, kappa = lines(upper, "κ(z)").get_data()
     np.testing.assert_allclose(kappa, get("silu").kappa(torch.tensor(z)).numpy())
@@ -117,7 +125,7 @@ def test_kappa_stands_over_the_histogram_with_its_thresholds(runs):
 
 
 def test_update_norms_are_the_adapters(runs):
-    axes = figures.update_norms(runs).axes[0]
+    axes = update_norms(runs).axes[0]
     for run in runs:
         capacity, _ = read_capacity(run)
         first = [norm for name, norm in capacity.modules.items() if ".layers.0." in name]
@@ -128,7 +136,7 @@ def test_update_norms_are_the_adapters(runs):
 # The paper's two figures
 
 
-@pytest.mark.parametrize(("draw", "axis"), [(paper_figures.over_training, 1), (paper_figures.by_layer, 0)])
+@pytest.mark.parametrize(("draw", "axis"), [(over_training, 1), (by_layer, 0)])
 def test_the_papers_figures_are_means_of_the_diagnosis(runs, draw, axis):
     figure = no_empty_axes(draw(runs))
     for axes, measure in zip(figure.axes, ("flip", "kappa_drift", "suppressive"), strict=True):
@@ -146,14 +154,14 @@ def test_the_papers_figures_are_means_of_the_diagnosis(runs, draw, axis):
 
 def test_different_probes_are_said(runs):
     runs[0].diagnosis["probe"]["examples"] = 7
-    assert any("Different probes" in text for text in texts(paper_figures.over_training(runs)))
+    assert any("Different probes" in text for text in texts(over_training(runs)))
 
 
 def test_a_run_without_a_diagnosis_is_said_beside_those_that_have_one(tmp_path, runs):
     bare = read_run(write_run(tmp_path / "more", name="bare", diagnosis=False))
-    figure = paper_figures.by_layer([*runs, bare])
+    figure = by_layer([*runs, bare])
     assert any("bare: No diagnosis yet" in text for text in texts(figure))
-    assert "bare: No diagnosis yet" in paper_figures.by_layer([bare])
+    assert "bare: No diagnosis yet" in by_layer([bare])
 
 
 def test_activations_without_regimes_get_a_notice_in_their_panel(tmp_path):
@@ -165,10 +173,10 @@ def test_activations_without_regimes_get_a_notice_in_their_panel(tmp_path):
         interval |= {"flip": None, "suppressive": [None, None]}
     write(path / "diagnosis.json", diagnosis)
     run = read_run(path)
-    figure = no_empty_axes(paper_figures.over_training([run]))
+    figure = no_empty_axes(over_training([run]))
     assert sum("no finite" in text.replace("\n", " ") for text in texts(figure)) == 2
     assert lines(figure.axes[1], "run").get_ydata().size == 3
-    assert not any("+" in text for text in texts(no_empty_axes(gate_figures.kappa_figure(run))))
+    assert not any("+" in text for text in texts(no_empty_axes(figures.kappa_figure(run))))
 
 
 def test_some_blocks_without_regimes_leave_the_mean_of_the_others(tmp_path):
@@ -179,7 +187,7 @@ def test_some_blocks_without_regimes_leave_the_mean_of_the_others(tmp_path):
     write(path / "diagnosis.json", diagnosis)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        over, by = (draw([read_run(path)]) for draw in (paper_figures.over_training, paper_figures.by_layer))
+        over, by = (draw([read_run(path)]) for draw in (over_training, by_layer))
     assert lines(over.axes[0], "run").get_ydata().tolist() == [0.25] * 3
     np.testing.assert_array_equal(lines(by.axes[0], "run").get_ydata(), [np.nan, 0.25])
 
@@ -222,7 +230,7 @@ def test_gates_without_numbers_are_skipped(tmp_path):
     emptied = [json.loads(row) | {"p_sup": [None, None], "kept_share": [None, None]} for row in rows]
     (path / "gates.jsonl").write_text("\n".join([head, *map(json.dumps, emptied)]))
     run = read_run(path)
-    for draw in (gate_figures.regime_maps, gate_figures.mask_maps):
+    for draw in (regime_maps, mask_maps):
         figure = no_empty_axes(draw(run))
         assert any("No numbers" in text for text in texts(figure))
 
@@ -247,21 +255,23 @@ def test_the_users_own_style_does_not_get_in(runs, tmp_path):
 
 
 def test_strokes_differ_without_colour_too():
-    many = [stroke(number, marked=True) for number in range(32)]
+    many = [stroke(number, markers=True) for number in range(32)]
     assert len({(each["color"], str(each["linestyle"])) for each in many}) == 32
-    first = many[: len(COLOURS)]
-    assert len({str(each["linestyle"]) for each in first}) == len({each["marker"] for each in first}) == len(COLOURS)
+    first = many[: len(COLOURS["light"])]
+    assert (
+        len({str(each["linestyle"]) for each in first})
+        == len({each["marker"] for each in first})
+        == len(COLOURS["light"])
+    )
 
 
 def test_the_first_of_two_equal_lines_shows_around_the_second():
-    first, second = stroke(0, marked=True), stroke(1, marked=True)
+    first, second = stroke(0, markers=True), stroke(1, markers=True)
     assert first["linewidth"] > second["linewidth"]
     assert first["markersize"] > second["markersize"]
 
 
-@pytest.mark.parametrize(
-    "draw", [figures.loss_curves, figures.update_norms, gate_figures.step_scales, paper_figures.by_layer]
-)
+@pytest.mark.parametrize("draw", [loss_curves, update_norms, step_scales, by_layer])
 def test_ten_runs_with_long_names_cover_nothing_and_are_not_cut(tmp_path, draw):
     for i in range(10):
         write_run(tmp_path, name=f"llama-3.1-8b-math-na-lora-update-seed-{i}", layers=12, seed=i, gates=i > 1)
@@ -288,7 +298,7 @@ def test_ten_runs_with_long_names_cover_nothing_and_are_not_cut(tmp_path, draw):
 
 def test_one_sentence_for_the_same_reason(tmp_path, runs):
     bare = [write_run(tmp_path / "more", name=name, method="lora", gates=False) for name in ("a", "b")]
-    figure = gate_figures.step_scales([*read_runs(bare), runs[1]])
+    figure = step_scales([*read_runs(bare), runs[1]])
     said = " ".join(texts(figure)).replace("\n", " ")
     assert "a, b: lora does not steer gates" in said
 
@@ -298,7 +308,7 @@ def test_an_unknown_activation_keeps_its_histogram(tmp_path):
     diagnosis = json.loads((path / "diagnosis.json").read_text())
     diagnosis["blocks"][1]["activation"] = "weird"
     write(path / "diagnosis.json", diagnosis)
-    figure = no_empty_axes(gate_figures.kappa_figure(read_run(path)))
+    figure = no_empty_axes(figures.kappa_figure(read_run(path)))
     assert any("no formula for κ of weird" in text.replace("\n", " ") for text in texts(figure))
     counts = np.array(diagnosis["histogram"]["counts"])
     for column, axes in enumerate(figure.axes[2:4]):
@@ -318,7 +328,6 @@ def test_other_names_are_not(name):
 
 def test_a_run_has_one_colour_in_all_figures(runs):
     colours = {
-        lines(draw(runs).axes[0], "na-lora").get_color()
-        for draw in (figures.loss_curves, figures.update_norms, gate_figures.step_scales, paper_figures.by_layer)
+        lines(draw(runs).axes[0], "na-lora").get_color() for draw in (loss_curves, update_norms, step_scales, by_layer)
     }
-    assert colours == {COLOURS[1]}
+    assert colours == {COLOURS["light"][1]}

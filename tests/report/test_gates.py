@@ -10,7 +10,7 @@ import pytest
 import tiny
 from rich.console import Console
 
-from nalora.report import gate_figures
+from nalora.report import figures
 from nalora.report.data import read_run
 from nalora.report.html import page
 from nalora.runs.settings import check
@@ -42,7 +42,7 @@ def test_a_run_of_0_1_without_scaling_has_scales_of_one(tmp_path, settings, head
         assert np.array_equal(run.gates.columns[f"followed_{name}"], followed)
     assert why in run.missing["scaling"]
     assert "mask" not in run.missing
-    assert why in gate_figures.step_scales([run])
+    assert why in figures.line_figure("step-scales", [run])
     assert (run.gates.columns["kept_share"] != 1).any()
 
 
@@ -54,7 +54,9 @@ def test_a_run_of_0_1_without_mask_keeps_every_channel(tmp_path, settings):
     assert (run.gates.columns["stability"] == 0).all()
     assert "followed_kept_share" in run.gates.columns
     assert (
-        gate_figures.mask_maps(run) == run.missing["mask"] == "The channel mask does not act in this run: switched off."
+        figures.heat_figure("mask", run)
+        == run.missing["mask"]
+        == "The channel mask does not act in this run: switched off."
     )
     assert ("scaling" in run.missing) == (settings.get("scaling") is False)
 

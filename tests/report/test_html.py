@@ -72,7 +72,7 @@ def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
     for landmark in ("header", "nav", "main", "footer", "h1"):
         assert len(seen.all(landmark)) == 1
     ids = {attributes.get("id") for _, attributes in seen.tags}
-    assert seen.all("a")[0]["href"] == "#learn"
+    assert seen.all("a")[0]["href"] == "#results"
     labelled = {label["for"] for label in seen.all("label")}
     for tag in ("select", "input"):
         assert {control["id"] for control in seen.all(tag)} <= labelled <= ids
@@ -83,7 +83,7 @@ def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
 
 def test_sections_come_in_the_order_of_the_questions(tmp_path):
     seen = Page(page([read_run(write_run(tmp_path))]))
-    order = ["answer", "learn", "gates", "mismatch", "capacity", "cost", "repeat", "notices"]
+    order = ["answer", "results", "gates", "mismatch", "capacity", "cost", "reproduce", "notices"]
     assert [section["id"] for section in seen.all("section")] == order
 
 
@@ -94,8 +94,8 @@ def test_the_numbers_are_those_of_the_files(tmp_path):
     np.testing.assert_array_equal(data["gates"]["steps"], read.gates.steps)
     for name, packed in data["gates"]["columns"].items():
         np.testing.assert_array_equal(unpacked(packed), read.gates.columns[name].T.astype(np.float32))
-    np.testing.assert_array_equal(unpacked(data["metrics"]["loss"]["x"]), read.series("loss")[0])
-    np.testing.assert_allclose(unpacked(data["metrics"]["loss"]["y"]), read.series("loss")[1], rtol=1e-7)
+    np.testing.assert_array_equal(unpacked(data["lines"]["loss"]["x"]), read.series("loss")[0])
+    np.testing.assert_allclose(unpacked(data["lines"]["loss"]["y"]), read.series("loss")[1], rtol=1e-7)
     diagnosis = json.loads((run / "diagnosis.json").read_text())
     for name, packed in data["diagnosis"]["measures"].items():
         np.testing.assert_allclose(unpacked(packed).T, [each[name] for each in diagnosis["intervals"]], rtol=1e-7)
@@ -160,8 +160,8 @@ def test_numbers_that_json_lacks_do_not_break_the_page(tmp_path):
     scores = summary(10) | {"target_loss": {"value": float("nan"), "bootstrap": [float("nan"), float("inf")]}}
     write(next(run.glob("evaluations/**/adapted-*/summary.json")), scores)
     (data,) = embedded_data(page([read_run(run)]))["runs"]
-    assert len(unpacked(data["metrics"]["loss"]["y"])) == 20, "the row without a finite loss is left out"
-    assert data["evaluations"]["gym/chain_sum"]["adapted"]["scores"]["loss of the answers"]["value"] is None
+    assert len(unpacked(data["lines"]["loss"]["y"])) == 20, "the row without a finite loss is left out"
+    assert data["evaluations"]["gym/chain_sum"]["adapted"]["loss of the answers"]["value"] is None
 
 
 @pytest.mark.parametrize("lost", ["result.json", "environment.json", "run.yaml", "metrics.jsonl", "gates.jsonl"])
@@ -194,9 +194,11 @@ def test_what_can_be_said_follows_the_intervals(tmp_path):
     for run, right in zip(runs, (60, 1, 5), strict=True):
         write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
     said = findings(read_runs(runs))
-    accuracy = [sentence for sentence in said if "accuracy on gym/chain_sum" in sentence]
-    assert any("good 0.6" in sentence and sentence.startswith("Significant improvement") for sentence in accuracy)
-    assert any("same 0.05" in sentence and sentence.startswith("No significant change") for sentence in accuracy)
+    accuracy = [sentence for sentence in said if "ccuracy on gym/chain_sum" in sentence]
+    assert any(
+        sentence.startswith("Accuracy on gym/chain_sum rose from 4 % to 60 % (95 % CI ") for sentence in accuracy
+    )
+    assert any("5 % (" in sentence and sentence.startswith("No significant change") for sentence in accuracy)
     assert any("good is better than bad, same; no other difference is significant" in sentence for sentence in accuracy)
     assert "one seed" in said[-1]
 
@@ -218,8 +220,8 @@ def test_settings_with_several_seeds_are_compared_over_them_as_in_the_tables(tmp
             runs.append(write_run(tmp_path, name=f"{method}-{seed}", seed=seed, method=method))
             write(next(runs[-1].glob("evaluations/**/adapted-*/summary.json")), summary(right))
     read = read_runs(runs)
-    said = next(each for each in findings(read) if each.startswith("Comparison of settings over their seeds, accuracy"))
-    assert said.endswith("no significant difference.")
+    expected = "No significant difference between the settings over their seeds: accuracy on gym/chain_sum."
+    assert expected in findings(read)
     assert not any(cell.mark for cells in run_tables(read)["Results"].rows.values() for cell in cells)
     for seed, right in enumerate((80, 81, 79)):
         write(next(runs[3 + seed].glob("evaluations/**/adapted-*/summary.json")), summary(right))

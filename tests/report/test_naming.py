@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nalora.files import outputs
 from nalora.report.data import read_run
-from nalora.report.figures import _file_names, loss_curves, write_figures
+from nalora.report.figures import _file_names, line_figure, write_figures
 from nalora.report.html import page
 from nalora.report.naming import MOST, brief, tidy
 from nalora.report.run_tables import run_tables
@@ -125,7 +125,7 @@ def test_a_page_has_no_element_of_a_name(run, name, value):
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_a_figure_shows_any_name_as_it_is(run, name, tmp_path):
-    figure = loss_curves([replace(run, name=name), replace(run, name="other"), replace(run, name=f"{name}!")])
+    figure = line_figure("loss", [replace(run, name=name), replace(run, name="other"), replace(run, name=f"{name}!")])
     figure.savefig(tmp_path / "loss.svg")
     drawn = ET.parse(tmp_path / "loss.svg")
     assert not list(drawn.iter("{http://www.w3.org/2000/svg}a"))

@@ -42,7 +42,7 @@ def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
     progress = so_far(study, store)
     page = write_page(study, progress, store, store / "page.html", "Question: <whether> it helps.").read_text()
     (part,) = answer(progress.schedule, progress.results, progress.failed).parts
-    assert page.index("What the study says") < page.index("Did it learn")
+    assert page.index("Study results") < page.index(">Results<")
     assert "Question: &lt;whether&gt; it helps." in page
     assert all(sentence in page for sentence in part.sentences)
     assert any("na-lora is" in sentence and "random" in sentence for sentence in part.sentences)

@@ -1,1 +1,1 @@
-"""What came of runs, for people: one HTML file that explains itself."""
+"""Reports of runs and studies: an HTML page, figures and tables."""

@@ -1,4 +1,4 @@
-"""Where an adapter put its capacity: the size of its update s·B·A, by layer and by gate channel, never built whole."""
+"""The norm of an adapter's update s·B·A, by layer and by gate channel, without computing the product."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nalora.models.peft_names import in_base
-from nalora.report.data import RunData, layer_labels
+from nalora.report.naming import layer_labels
 
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
+if TYPE_CHECKING:
+    from nalora.report.data import RunData
+
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_B(?:\.[^.]+)?\.weight")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Capacity:
     """Norms of the update of every adapted module.
 
     Attributes:
-        modules: ‖s·B·A‖ (Frobenius) by module name, in the file's order.
+        modules: ‖s·B·A‖ (Frobenius) by module name, in the model's order.
         rows: ‖(s·B·A)_c‖ of every output row c, by module name.
     """
 
@@ -32,7 +35,7 @@ class Capacity:
     rows: dict[str, NDArray[np.float64]]
 
     def layers(self) -> dict[str, dict[str, str]]:
-        """The modules by layer, told by the first number in a module's name, and by what follows that number."""
+        """Return the modules by layer, up to the first number in their names, and by the part that follows it."""
         layers: dict[str, dict[str, str]] = {}
         for module in self.modules:
             parts = module.split(".")
@@ -41,20 +44,19 @@ class Capacity:
         return layers
 
     def layer_norms(self) -> tuple[list[str], list[float]]:
-        """The label of every layer, and the norm over its modules."""
+        """Return the label of every layer and the norm over its modules."""
         layers = self.layers()
-        alone = [name.rpartition(".")[2] or "all" for name in layers]
-        norms = [math.hypot(*(self.modules[name] for name in modules.values())) for modules in layers.values()]
-        return layer_labels(list(layers)) if len(layers) > 1 else alone, norms
+        labels = layer_labels(list(layers)) if len(layers) > 1 else [next(iter(layers)).rpartition(".")[2] or "all"]
+        return labels, [math.hypot(*(self.modules[name] for name in names.values())) for names in layers.values()]
 
     def of_block(self, block: str) -> dict[str, str]:
-        """The adapted modules of an FFN block, by the last part of their name."""
-        place = in_base(block)
-        return {name.rpartition(".")[2]: name for name in self.modules if name.startswith(f"{place}.")}
+        """Return the adapted modules of an FFN block by the last part of their name."""
+        prefix = f"{in_base(block)}."
+        return {name.rpartition(".")[2]: name for name in self.modules if name.startswith(prefix)}
 
 
 def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
-    """The norms of a run's adapter and what a reader must know of them; None with the reason where there are none."""
+    """Return the norms of a run's adapter and a remark on them; None and the reason where there are none."""
     folder = run.path / "adapter"
     if not (folder / "adapter_model.safetensors").is_file():
         if (run.path / "model").is_dir() or run.method == "full":
@@ -63,59 +65,50 @@ def read_capacity(run: RunData) -> tuple[Capacity | None, str]:
     from safetensors import SafetensorError
 
     try:
-        measured, config = _measure(folder)
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         dora = "DoRA also rescales every column; only its s·B·A is measured here." if config.get("use_dora") else ""
-        return measured, dora
+        return _measure(folder / "adapter_model.safetensors", config), dora
     except (AttributeError, ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
         return None, f"The adapter cannot be read ({type(error).__name__}), so the size of its update is not known."
 
 
-def _measure(folder: Path) -> tuple[Capacity, dict[str, Any]]:
+def _measure(weights: Path, config: dict[str, Any]) -> Capacity:
     from safetensors import safe_open
 
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    modules: dict[str, float] = {}
-    rows: dict[str, NDArray[np.float64]] = {}
-    with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
-        names = set(file.keys())
-        for name in sorted(names, key=_natural):
-            found = _FACTOR.fullmatch(name)
-            if found is None or found["factor"] != "B":
+    capacity = Capacity({}, {})
+    with safe_open(str(weights), framework="pt") as file:
+        for name in sorted(file.keys(), key=_natural):
+            if (match := _FACTOR.fullmatch(name)) is None:
                 continue
-            partner = re.sub(r"\.lora_B(?=\.)", ".lora_A", name)
-            if partner not in names:
-                raise KeyError(partner)
-            module = in_base(found["module"])
-            B, A = file.get_tensor(name), file.get_tensor(partner)
+            module = in_base(match["module"])
+            B, A = file.get_tensor(name), file.get_tensor(re.sub(r"\.lora_B(?=\.)", ".lora_A", name))
             norms = scaling(config, module, A.shape[0]) * row_norms(B.flatten(1), A.flatten(1))
-            rows[module] = norms.numpy()
-            modules[module] = float(norms.square().sum().sqrt())
-    if not modules:
+            capacity.rows[module] = norms.numpy()
+            capacity.modules[module] = float(norms.square().sum().sqrt())
+    if not capacity.modules:
         raise ValueError("an adapter without lora_A and lora_B")
-    return Capacity(modules, rows), config
+    return capacity
 
 
 def row_norms(B: Tensor, A: Tensor) -> Tensor:
-    """‖(B·A)_c‖ for every row c, from diag(B (A Aᵀ) Bᵀ): r² numbers per row instead of the width of A."""
+    """Return ‖(B·A)_c‖ for every row c, from diag(B (A Aᵀ) Bᵀ): r² numbers per row instead of the width of A."""
     B, A = B.double(), A.double()
     return ((B @ (A @ A.T)) * B).sum(1).clamp(min=0).sqrt()
 
 
 def scaling(config: dict[str, Any], module: str, rank: int) -> float:
-    """s as PEFT computes it: α/r, or α/√r; r and α of this module where a pattern names it."""
+    """Return s as PEFT computes it, α/r or α/√r, with the module's own r and α where a pattern names it."""
     r = int(_by_pattern(config.get("rank_pattern"), module, config.get("r", rank)))
     alpha = float(_by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", r)))
     return alpha / math.sqrt(r) if config.get("use_rslora") else alpha / r
 
 
-def _by_pattern(pattern: dict[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first key that the module's name ends with, as a regular expression."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return otherwise
+def _by_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """Return the value of the first key that matches the end of the module's name, which is PEFT's rule."""
+    matches = (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matches, default)
 
 
 def _natural(name: str) -> list[Any]:
-    """Sorts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,11 +1,11 @@
-"""Everything a report shows of a run, read from its folder; what is missing or damaged is said, never fatal."""
+"""The content of a run's folder; a missing or damaged file becomes a sentence for the reader, never an error."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,40 @@ from numpy.typing import NDArray
 
 from nalora.errors import NALoRAError, missing_path
 from nalora.files import yaml_reader
-from nalora.report.cleaning import clean_diagnosis, clean_mismatch
+from nalora.report.capacity import Capacity, read_capacity
 from nalora.report.evaluations import Evaluation, label, read_evaluations, separated
 from nalora.report.gates import Gates, read_gates
+from nalora.report.reading import clean_diagnosis, clean_mismatch, read_object, rows_by_step
 from nalora.runs import old_names
 from nalora.runs.folder import RunFolder
 
-Cleaner = Callable[[dict[str, Any]], dict[str, Any] | None]
+# Why a run has no values of a topic although the files that hold them are there.
+_NO_VALUES = {
+    "loss": "it logged no loss",
+    "intervals": "its diagnosis has no intervals: it needs two checkpoints",
+}
 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its folder tells it.
+    """The content of a run's folder.
 
     Attributes:
         path: the folder.
-        name: the folder's name, with its parents' where two of the runs read together share it.
+        name: the folder's name, with its parents' where two of the runs that are read together share it.
         settings: run.yaml; empty where that cannot be read.
         environment: versions, hardware, the command.
-        result: what the run came to; None while it is going, or after a kill.
+        result: result.json; None while the run is running, or after a kill.
         metrics: the rows of metrics.jsonl in the order of their steps.
         gates: gates.jsonl; None for methods that do not steer gates.
-        evaluations: summaries by task (of what was held out of training: ``TASK (validation)``) and by who was asked,
-            ``base`` or ``adapted``. Where a task was evaluated in several ways, among all runs that are read together,
-            each has a name of its own: the same name means the same questions.
+        evaluations: summaries by task (``TASK (validation)`` for questions held out of training) and by model, ``base``
+            or ``adapted``. The same name means the same questions in all runs that are read together.
         diagnosis: diagnosis.json, written by `nalora diagnose`.
         mismatch: mismatch.json, written by `nalora diagnose --against`.
-        notices: what a reader must know: what is damaged, unfinished or left out.
-        missing: why a topic (result, metrics, evaluations, gates, mask, scaling, diagnosis, mismatch) has nothing to
-            show; a hint where that is no fault.
-        summaries: all evaluations, of which `evaluations` is made.
+        notices: sentences about damaged, unfinished or ignored files.
+        missing: the reason why there are no values of a topic (result, metrics, evaluations, gates, mask, scaling,
+            diagnosis, mismatch), with a hint where nothing is wrong.
+        summaries: all evaluations, from which `evaluations` is made.
     """
 
     path: Path
@@ -62,7 +66,7 @@ class RunData:
 
     @property
     def method(self) -> str:
-        """The method's name, or what can be said in its place."""
+        """The method's name."""
         return str(self.settings.get("method") or (self.result or {}).get("method") or "unknown method")
 
     @property
@@ -75,11 +79,23 @@ class RunData:
         """The task's name."""
         return str((self.result or {}).get("task") or self.settings.get("task") or "unknown task")
 
+    @cached_property
+    def capacity(self) -> tuple[Capacity | None, str]:
+        """The norms of the adapter's update, and a remark on them or the reason why there are none."""
+        return read_capacity(self)
+
     def series(self, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Steps and values of a metric, where it was logged as a finite number."""
+        """Return the steps and values of a metric, where it was logged as a finite number."""
         rows = [row for row in self.metrics if isinstance(row.get(name), int | float) and math.isfinite(row[name])]
         steps, values = [row["step"] for row in rows], [row[name] for row in rows]
         return np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+
+    def why_missing(self, *topics: str) -> str:
+        """Return the first known reason why the run has no values of these topics."""
+        if "capacity" in topics:
+            return self.capacity[1]
+        reasons = (self.missing[topic] for topic in topics if topic in self.missing)
+        return next(reasons, _NO_VALUES.get(topics[-1], "no numbers of these were recorded"))
 
 
 def read_run(path: str | Path) -> RunData:
@@ -92,93 +108,77 @@ def read_run(path: str | Path) -> RunData:
     if not path.is_dir():
         raise missing_path("folder", path, "a run's folder", "check the path; runs go to output=")
     if not _is_run(path):
-        raise NALoRAError(
-            str(path), found="no run.yaml", expected="a run's folder", fix="give the folder that `nalora train` named"
-        )
+        fix = "give the folder that `nalora train` named"
+        raise NALoRAError(str(path), found="no run.yaml", expected="a run's folder", fix=fix)
     folder = RunFolder(path)
     notices: list[str] = []
     missing: dict[str, str] = {}
     settings = _read_settings(folder, notices)
-    result = _read_object(folder.result, notices)
+    result = read_object(folder.result, notices)
     if result is None:
         missing["result"] = _why_no_result(folder)
         notices.append(missing["result"])
-    elif (sentence := _not_finite(result)) is not None:
+    elif (sentence := _divergence(result)) is not None:
         notices.append(sentence)
-    metrics = _read_metrics(folder.metrics, notices)
+    text = folder.metrics.read_text(encoding="utf-8", errors="replace") if folder.metrics.is_file() else ""
+    metrics = rows_by_step(text.split("\n"), folder.metrics.name, notices)
     if not metrics:
         missing["metrics"] = "No step was logged, so there is no training curve."
         notices.append(missing["metrics"])
     gates = read_gates(path / "gates.jsonl", settings, notices)
-    if gates is None:
-        missing["gates"] = _why_no_gates(path, settings)
-    else:
-        missing |= {topic: why for topic, why in _controls_off(gates).items() if why}
-    diagnosis = _read_clean(path / "diagnosis.json", clean_diagnosis, notices)
+    missing |= gates.controls_off() if gates else {"gates": _why_no_gates(path, settings)}
+    diagnosis = read_object(path / "diagnosis.json", notices, clean_diagnosis)
     if diagnosis is None:
         missing["diagnosis"] = f"No diagnosis yet: `nalora diagnose {path}` measures how the gates moved."
-    mismatch = _read_clean(path / "mismatch.json", clean_mismatch, notices)
+    mismatch = read_object(path / "mismatch.json", notices, clean_mismatch)
     if mismatch is None:
-        missing["mismatch"] = f"No target to compare with: `nalora diagnose {path} --against TARGET` makes one."
-    summaries = read_evaluations(folder.evaluations, settings, _read_summaries(folder.evaluations, notices))
+        missing["mismatch"] = f"No target to compare with: `nalora diagnose {path} --against TARGET` measures one."
+    summaries = read_evaluations(folder.evaluations, settings, notices)
     (evaluations,) = label([summaries])
     if not evaluations:
-        missing["evaluations"] = f"Not asked yet: `nalora evaluate {path}` asks held-out questions."
-    environment = _read_object(path / "environment.json", notices, wanted=True) or {}
+        missing["evaluations"] = f"Not evaluated yet: `nalora evaluate {path}` evaluates it on held-out questions."
+    environment = read_object(path / "environment.json", notices)
+    if environment is None and not (path / "environment.json").is_file():
+        notices.append("environment.json is missing.")
     return RunData(
-        path, path.resolve().name, settings, environment, result, metrics, gates, evaluations, diagnosis, mismatch,
-        notices, missing, summaries,
+        path, path.resolve().name, settings, environment or {}, result, metrics, gates, evaluations, diagnosis,
+        mismatch, notices, missing, summaries,
     )  # fmt: skip
 
 
 def read_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    """Runs in the order given, under names that tell them apart; a folder of runs stands for the runs in it.
+    """Read runs under unique names; a folder of runs stands for the runs in it.
 
     Raises:
-        NALoRAError: a folder is not there, or neither it nor those below it hold a run.
+        NALoRAError: a folder does not exist, or neither it nor those below it hold a run.
     """
     folders: list[Path] = []
     for path in map(Path, paths):
         inside = [] if _is_run(path) else _runs_below(path)
-        folders += [each for each in inside or [path] if each not in folders]
-    runs = [read_run(folder) for folder in folders]
-    named = [replace(run, name=name) for run, name in zip(runs, _names([run.path for run in runs]), strict=True)]
-    return with_comparable_evaluations(named)
+        folders += [folder for folder in inside or [path] if folder not in folders]
+    names = _unique_names(folders)
+    return with_comparable_evaluations([
+        replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)
+    ])  # fmt: skip
 
 
 def with_comparable_evaluations(runs: Sequence[RunData]) -> list[RunData]:
-    """The same runs, with evaluations under the same name only where they are of the same questions."""
+    """Return the runs with evaluations under the same name only where the questions are the same."""
     labelled = label([run.summaries for run in runs])
-    return [replace(run, evaluations=each) for run, each in zip(runs, labelled, strict=True)]
+    return [replace(run, evaluations=evaluations) for run, evaluations in zip(runs, labelled, strict=True)]
 
 
 def differences(runs: Sequence[RunData]) -> list[str]:
-    """What keeps these runs from being compared with one another, in plain sentences."""
+    """Return sentences on what prevents a comparison of these runs."""
     sentences = []
-    for what, values in (("base models", [run.model for run in runs]), ("tasks", [run.task for run in runs])):
+    for topic, values in (("base models", [run.model for run in runs]), ("tasks", [run.task for run in runs])):
         groups: dict[str, list[str]] = {}
         for run, value in zip(runs, values, strict=True):
             groups.setdefault(value, []).append(run.name)
         if len(groups) > 1:
             listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
-            sentences.append(f"These runs have different {what}, so their numbers cannot be compared ({listed}).")
+            sentences.append(f"These runs have different {topic}, so their numbers cannot be compared ({listed}).")
     return [*sentences, *separated([run.summaries for run in runs])]
-
-
-def layer_labels(blocks: Sequence[str]) -> list[str]:
-    """Short names of blocks: the number in `model.layers.3.mlp`, with what else tells them apart."""
-    parts = [name.split(".") for name in blocks]
-    if len({len(each) for each in parts}) != 1:
-        return [str(number) for number in range(len(blocks))]
-    places = [i for i, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
-    if not places:
-        numbers = [[part for part in each if part.isdigit()] for each in parts]
-        return [" ".join(each) or str(i) for i, each in enumerate(numbers)]
-    for count in range(1, len(places) + 1):
-        labels = [" ".join(each[i] for i in places[:count]) for each in parts]
-        if len(set(labels)) == len(blocks):
-            return labels
-    return [str(number) for number in range(len(blocks))]
 
 
 def _is_run(path: Path) -> bool:
@@ -186,119 +186,63 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_below(path: Path) -> list[Path]:
-    """The runs of a study, however deep its folders; nothing inside a run is a run."""
-    found: list[Path] = []
+    """Return the runs of a study at any depth; nothing inside a run is a run."""
+    runs: list[Path] = []
     if path.is_dir():
-        for each in sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
-            found += [each] if _is_run(each) else _runs_below(each)
-    return found
+        for child in sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
+            runs += [child] if _is_run(child) else _runs_below(child)
+    return runs
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, all lengthened by parents until no two are the same."""
+def _unique_names(paths: Sequence[Path]) -> list[str]:
+    """Return folder names, all with as many parents as make them unique."""
     parts = [path.resolve().parts[1:] for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(each[-count:]) for each in parts]
+        names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
 
 
 def _read_settings(folder: RunFolder, notices: list[str]) -> dict[str, Any]:
-    if not folder.settings.is_file():
-        notices.append("run.yaml is not there, so the settings are not known.")
-        return {}
-    try:
-        settings = yaml_reader.read(folder.settings, "a run's settings", "train it again")
-    except NALoRAError as error:
-        notices.append(f"run.yaml is damaged, so the settings are not known ({error.found}).")
-        return {}
-    if not settings:
-        notices.append("run.yaml is damaged, so the settings are not known (it is empty).")
-    return {str(key): value for key, value in old_names.completed(settings).items()}
-
-
-def _read_object(path: Path, notices: list[str], *, wanted: bool = False) -> dict[str, Any] | None:
-    """A JSON object; None, with a notice where that is a fault, if there is none."""
-    if not path.is_file():
-        if wanted:
-            notices.append(f"{path.name} is not there.")
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        notices.append(f"{path.name} is damaged and was left out.")
-        return None
-    return value
-
-
-def _read_clean(path: Path, clean: Cleaner, notices: list[str]) -> dict[str, Any] | None:
-    value = _read_object(path, notices)
-    cleaned = clean(value) if value is not None else None
-    if value is not None and cleaned is None:
-        notices.append(f"{path.name} lacks what a report needs and was left out.")
-    return cleaned
-
-
-def _read_metrics(path: Path, notices: list[str]) -> list[dict[str, Any]]:
-    """The rows by step. A step that is there twice was done twice; the later row is the one that counted."""
-    rows: dict[int, dict[str, Any]] = {}
-    damaged = 0
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                rows[int(row["step"])] = row
-            except (ValueError, KeyError, TypeError):
-                damaged += 1
-    if damaged:
-        lines = "line was" if damaged == 1 else "lines were"
-        notices.append(f"metrics.jsonl: {damaged} damaged {lines} skipped.")
-    return [rows[step] for step in sorted(rows)]
+    settings: dict[str, Any] = {}
+    problem = "is missing, so the settings are not known."
+    if folder.settings.is_file():
+        try:
+            settings = yaml_reader.read(folder.settings, "a run's settings", "train it again")
+            problem = "" if settings else "is damaged, so the settings are not known (it is empty)."
+        except NALoRAError as error:
+            problem = f"is damaged, so the settings are not known ({error.found})."
+    if problem:
+        notices.append(f"run.yaml {problem}")
+    return {str(key): value for key, value in old_names.completed(settings).items()} if settings else {}
 
 
 def _why_no_result(folder: RunFolder) -> str:
     if folder.result.is_file():
-        return "What the run came to cannot be read from its result.json."
-    has = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
-    if has:
-        return "The run is still going, or was stopped; it can be resumed from a checkpoint."
-    return "The run is still going, or was stopped before any checkpoint; numbers are those so far."
+        return "The result of the run cannot be read from result.json."
+    if folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir()):
+        return "The run is still running or was stopped; it can be resumed from a checkpoint."
+    return "The run is still running or was stopped before any checkpoint; the numbers are those so far."
 
 
-def _not_finite(result: dict[str, Any]) -> str | None:
-    """That a run diverged. Version 0.1 wrote no word about it but a loss that is not a number."""
+def _divergence(result: dict[str, Any]) -> str | None:
+    """Return a sentence if the run diverged; in version 0.1 only the loss shows it."""
     if result.get("diverged"):
-        step = result.get("diverged_step")
         return (
-            f"The run diverged: loss or gradients were not finite from step {step} on. It was stopped, and no adapter"
-            " was saved; the numbers shown are those before."
+            f"The run diverged: loss or gradients were not finite from step {result.get('diverged_step')} on. It was"
+            " stopped, and no adapter was saved; the numbers shown are those before."
         )
     loss = result.get("train_loss")
     if "train_loss" in result and not (isinstance(loss, int | float) and math.isfinite(loss)):
-        return "The training loss is not finite: the run diverged, and what it saved is not usable."
+        return "The training loss is not finite: the run diverged, and its adapter is not usable."
     return None
 
 
 def _why_no_gates(path: Path, settings: dict[str, Any]) -> str:
     if (path / "gates.jsonl").is_file():
-        return "gates.jsonl holds no row that can be read."
+        return "gates.jsonl has no row that can be read."
     method = str(settings.get("method", "this method"))
     if method.startswith("na-"):
-        return "gates.jsonl is not there: the run logged no step, or was made before nalora wrote it."
-    return f"{method} does not steer gates, so none were recorded while it trained."
-
-
-def _controls_off(gates: Gates) -> dict[str, str]:
-    return {"mask": gates.why_no_mask(), "scaling": gates.why_no_scaling()}
-
-
-def _read_summaries(folder: Path, notices: list[str]) -> Iterable[tuple[Path, dict[str, Any]]]:
-    for file in sorted(folder.rglob("summary.json")) if folder.is_dir() else ():
-        summary = _read_object(file, notices)
-        if summary is not None:
-            yield file, summary
+        return "gates.jsonl is missing: the run logged no step, or was made before nalora wrote this file."
+    return f"{method} does not steer gates, so none were recorded during training."

@@ -1,4 +1,4 @@
-"""The look of every figure: one style, colours that the colour-blind and a grey print tell apart, PNG and SVG."""
+"""Drawing with matplotlib: one style, panels, notes and one legend below them, files as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nalora.errors import missing_package
 from nalora.files import atomic, outputs
+from nalora.report.charts import COLORMAP, COLOURS, DASHES, Array, Line, LineChart, running_mean, window_of
 from nalora.report.naming import brief, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, without the yellow that vanishes on white; neighbours differ in lightness too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8A5A00", "#000000", "#E69F00")
-DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)), (0, (3, 1, 1, 1)))
 MARKERS = "os^Dvp*X"
 GREY = "#666666"
-Array = NDArray[np.float64]
+INK = "#333333"
 _STYLE: dict[str, Any] = {
     "figure.facecolor": "white", "savefig.facecolor": "white", "figure.dpi": 100, "savefig.dpi": 160,
     "font.family": "DejaVu Sans", "font.size": 9,
@@ -34,38 +31,39 @@ _STYLE: dict[str, Any] = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
     "axes.grid": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.6,
     "lines.linewidth": 1.6, "lines.markersize": 4, "legend.frameon": False, "legend.fontsize": 8,
-    "image.cmap": "cividis", "image.interpolation": "nearest",
+    "image.cmap": COLORMAP.lower(), "image.interpolation": "nearest",
     # Text stays text, so that it can be searched and set in the reader's font; the same file from the same numbers.
     "svg.fonttype": "none", "svg.hashsalt": "nalora",
 }  # fmt: skip
 
 
-def stroke(number: int, *, marked: bool = False) -> dict[str, Any]:
-    """How the line with that number is told from the others: by colour, and without colour by dashes and markers.
+def colour(number: int) -> str:
+    """Return the colour of the run or curve with that number."""
+    return COLOURS["light"][number % len(COLOURS["light"])]
 
-    Beyond eight colours the dashes go on changing. Earlier lines are broader, so that runs that do the same, which is
-    common, do not hide one another.
+
+def stroke(number: int, *, markers: bool = False) -> dict[str, Any]:
+    """Return the line style of the run with that number: colour, dashes and markers differ.
+
+    From the ninth run on, a colour is combined with other dashes. Earlier lines are wider, so that a line stays visible
+    under a later one with the same values.
     """
-    place = (number + number // len(COLOURS)) % len(DASHES)
+    place = (number + number // len(COLOURS["light"])) % len(DASHES)
     style = {
-        "color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[place], "linewidth": max(1.4, 2.8 - 0.7 * number)
+        "color": colour(number), "linestyle": (0, DASHES[place]) if DASHES[place] else "-",
+        "linewidth": max(1.4, 2.8 - 0.7 * number),
     }  # fmt: skip
-    return style | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if marked else style
+    return style | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if markers else style
 
 
 def shown(text: str) -> str:
-    """Text that matplotlib draws as it is: $ begins no formula."""
+    """Return text that matplotlib draws literally: $ starts no formula."""
     return tidy(text).replace("$", r"\$")
-
-
-def line_label(name: str) -> str:
-    """The label of a line: a leading _ would keep it out of the legend."""
-    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
 
 
 @contextlib.contextmanager
 def look() -> Iterator[None]:
-    """The style, whatever the user's own matplotlibrc says.
+    """Apply nalora's style, independent of the user's matplotlibrc.
 
     Raises:
         NALoRAError: matplotlib is not installed.
@@ -81,16 +79,15 @@ def look() -> Iterator[None]:
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with its axes row by row; made without pyplot, so nothing has to be closed."""
+    """Return a figure and its axes row by row; made without pyplot, so nothing has to be closed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
-    return figure, [each for row in axes for each in row]
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
 def notice(axes: Axes, text: str) -> None:
-    """Say in the place of a chart why there is none."""
+    """Write in an empty panel why it is empty."""
     axes.set_axis_off()
     axes.text(
         0.5, 0.5, textwrap.fill(shown(text), 44), transform=axes.transAxes, ha="center", va="center", color=GREY,
@@ -99,26 +96,23 @@ def notice(axes: Axes, text: str) -> None:
 
 
 def title(figure: Figure, text: str) -> None:
-    """What the figure shows, top left; short lines, so that a narrow figure holds them."""
+    """Set the figure's title, top left, wrapped to its width."""
     columns = int(figure.get_figwidth() * 11)
     figure.suptitle(textwrap.fill(shown(text), columns), x=0.01, ha="left")
 
 
 def below(figure: Figure, axes: Axes, notes: Sequence[str]) -> None:
-    """Under all panels, where neither covers data: what the reader should know, then one legend for all of them.
-
-    The figure grows by what that takes, so that the panels keep their height however many runs there are.
-    """
+    """Write notes and one legend below all panels, and make the figure higher by their height."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         handles, labels = [], []
     width = figure.get_figwidth()
     short = brief(labels)
     columns = max(1, min(len(labels), int(width * 13) // (max(map(len, short.values()), default=0) + 8)))
-    whole = [f"{form}: {label}" for label, form in short.items() if form != label]
+    full_names = [f"{form}: {label}" for label, form in short.items() if form != label]
     lines = [
         line
-        for note in [*notes, *whole]
+        for note in [*notes, *full_names]
         for line in textwrap.wrap(shown(note), int(width * 15), break_on_hyphens=False)
     ]
     if labels or lines:
@@ -131,46 +125,77 @@ def below(figure: Figure, axes: Axes, notes: Sequence[str]) -> None:
         figure.set_figheight(figure.get_figheight() + 0.17 * rows + 0.14 * len(lines) + 0.15)
 
 
-def gathered(reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """One sentence for all names with the same reason."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons:
-        names.setdefault(reason, []).append(name)
-    return [f"{', '.join(each)}: {reason}" for reason, each in names.items()]
-
-
 def broken(z: Array, values: Array, height: float) -> tuple[Array, Array]:
-    """A gap where the curve jumps (ReLU's κ) or passes a pole, where a line would show a slope that is none."""
+    """Insert a gap where the curve jumps (ReLU's κ) or has a pole, so that no line connects both sides."""
     steps = np.abs(np.diff(values, prepend=np.nan, append=np.nan))
-    around = np.fmax(steps[:-2], steps[2:])
-    sudden = (steps[1:-1] > 0.02 * height) & (steps[1:-1] > 10 * around)
+    neighbours = np.fmax(steps[:-2], steps[2:])
+    sudden = (steps[1:-1] > 0.02 * height) & (steps[1:-1] > 10 * neighbours)
     jumps = np.flatnonzero(sudden | (steps[1:-1] > height / 2)) + 1
     return np.insert(z, jumps, z[jumps]), np.insert(values, jumps, np.nan)
 
 
-def from_zero(axes: Axes) -> None:
-    """Let the y axis begin at 0 and end above the highest point with its marker."""
-    highest = axes.dataLim.y1
-    axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+def draw_line(axes: Axes, chart: LineChart, number: int, name: str, line: Line) -> int:
+    """Draw a run's line, as the chart describes it; return the window of its running mean, 0 without one."""
+    style, x = stroke(number, markers=chart.markers), line.x
+    if isinstance(x, list):
+        layer_ticks(axes.xaxis, x)
+        x = np.arange(len(x), dtype=float)
+    values, window = line.y, window_of(chart, line)
+    if window:
+        axes.plot(x, values, color=style["color"], alpha=0.25, linewidth=0.8, label="_raw")
+        values = running_mean(values, window)
+    if line.low is not None and line.high is not None:
+        axes.fill_between(x, line.low, line.high, color=style["color"], alpha=0.15, linewidth=0)
+    # A leading _ would keep the name out of the legend.
+    axes.plot(x, values, label=f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name, **style)
+    return window
 
 
-def step_axis(axes: Axes) -> None:
-    """Steps along x: whole numbers."""
+def draw_axes(axes: Axes, chart: LineChart, *, layers: bool) -> None:
+    """Label the axes as the chart describes them, after its lines are drawn."""
+    if chart.reference is not None:
+        axes.axhline(chart.reference, color=GREY, linewidth=0.8, zorder=1)
+    if chart.from_zero:
+        highest = axes.dataLim.y1
+        axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    if not layers:
+        integer_ticks(axes)
+    axes.set_xlabel(chart.x)
+    axes.set_ylabel(chart.y)
+
+
+def integer_ticks(axes: Axes) -> None:
+    """Label the x axis, which shows steps, with integers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    axes.set_xlabel("step")
 
 
 def layer_ticks(axis: Any, labels: Sequence[str]) -> None:
-    """Names of layers along an axis, at most nine so that none overlap."""
-    every = max(1, -(-len(labels) // 9))
-    places = range(0, len(labels), every)
+    """Write the names of layers along an axis, at most nine so that none overlap."""
+    places = range(0, len(labels), max(1, -(-len(labels) // 9)))
     axis.set_ticks(list(places), [shown(labels[place]) for place in places])
 
 
+def mark_points(axes: Sequence[Axes], points: Sequence[float], labels: Sequence[str] = ()) -> None:
+    """Draw dashed vertical lines through all panels, with labels above the first."""
+    for panel in axes:
+        for point in points:
+            panel.axvline(point, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+    if labels:
+        names = axes[0].secondary_xaxis("top")
+        names.set_xticks(points, labels, fontsize=8)
+        names.spines["top"].set_visible(False)
+        names.tick_params(length=0)
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign and four decimals, with a typographic minus."""
+    return f"{value:+.4f}".replace("-", "−")
+
+
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `name`.png and `name`.svg; the same bytes for the same figure.
+    """Write `name`.png and `name`.svg; the same figure gives the same bytes.
 
     Raises:
         NALoRAError: one of them is a file that nalora did not write.
@@ -180,23 +205,23 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     metadata: list[dict[str, Any]] = [{"Software": "nalora"}, {"Date": None, "Creator": "nalora"}]
     with look():
-        for file, said in zip(files, metadata, strict=True):
-            drawn = io.BytesIO()
-            figure.savefig(drawn, format=file.suffix[1:], metadata=said)
-            atomic.write(file, drawn.getvalue())
+        for file, fields in zip(files, metadata, strict=True):
+            image = io.BytesIO()
+            figure.savefig(image, format=file.suffix[1:], metadata=fields)
+            atomic.write(file, image.getvalue())
     return files
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of a figure of that name."""
+    """Return the paths of the figure with that name."""
     return [folder / f"{name}.{kind}" for kind in ("png", "svg")]
 
 
 def refuse_foreign(files: Iterable[Path]) -> None:
-    """Refuse to draw over files that nalora did not write, or into a folder that is a symbolic link.
+    """Refuse to overwrite files that nalora did not write, or to write into a folder that is a symbolic link.
 
     Raises:
-        NALoRAError: one of them is such a file, or the folder is.
+        NALoRAError: one of the files is not nalora's, or the folder is a link.
     """
     files = list(files)
     for folder in {file.parent for file in files}:

@@ -1,4 +1,4 @@
-"""One HTML file for any number of runs: its script, its style and its numbers inside, nothing fetched."""
+"""One HTML file for any number of runs, which contains its script, its style and its numbers and fetches nothing."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from nalora import __version__
 from nalora.errors import NALoRAError, missing_package, unusable
 from nalora.files import atomic, outputs
 from nalora.files.atomic import json_text
-from nalora.report import words
+from nalora.report import sections
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import brief
 from nalora.report.payload import payload
+from nalora.report.sentences import findings
 from nalora.report.study_answer import StudyAnswer
 
 _SCRIPTS = ("page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_capacity.js", "page.js")
-_ONE_OF_EACH = "One run of each arm; what may be said of the arms, over all their seeds, stands above."
+_ONE_OF_EACH = "One run of each arm; the results over all seeds are above."
 
 
 def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswer | None = None) -> Path:
-    """Write the report, that of a study with its answer, and give its path.
+    """Write the report of runs, or of a study with its answer, and return its path.
 
     Raises:
-        NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is somebody else's.
+        NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is not nalora's.
     """
     output = Path(output)
     outputs.refuse_foreign_files([output], outputs.is_page, option="--output", kind="a report")
@@ -40,7 +41,7 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
 
 
 def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
-    """The whole page.
+    """Return the page.
 
     Raises:
         NALoRAError: no run is given, or plotly is not installed.
@@ -50,39 +51,32 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
     runs = with_comparable_evaluations(runs)
     data = payload(runs)  # first: it adds to the notices
     data["answer"] = answer.charts() if answer else None
-    arms = answer.arms() if answer else []
-    data["labels"] = brief([*(run.name for run in runs), *arms])
-    listed = ", ".join(data["labels"][run.name] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
-    names = answer.name if answer else listed
+    labels = data["labels"] = brief([*(run.name for run in runs), *(answer.arms() if answer else ())])
+    listed = ", ".join(labels[run.name] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
     parts = {
-        "title": escape(f"nalora report: {names}"),
+        "title": escape(f"nalora report: {answer.name if answer else listed}"),
         "css": _own("page.css"),
-        "summary": words.summary(runs),
+        "summary": sections.summary(runs),
         "answer": answer.tables() if answer else "",
-        "answer_in_words": answer.sentences() if answer else "",
-        "said": words.items([_ONE_OF_EACH]) if answer else words.said(runs),
-        "answers": words.answers(runs) + ("" if answer else words.not_asked(runs)),
-        "costs": words.costs(runs),
-        "repeat": words.repeat(runs),
-        "notices": words.notices(runs),
+        "answer_sentences": answer.sentences() if answer else "",
+        "findings": sections.items([_ONE_OF_EACH] if answer else findings(runs)),
+        "scores": sections.scores(runs) + ("" if answer else sections.not_evaluated(runs)),
+        "costs": sections.costs(runs),
+        "reproduce": sections.reproduce(runs),
+        "notices": sections.notices(runs),
         "version": escape(__version__),
         "data": embedded(data),
-        "plotly": _within_script(_plotly()),
+        "plotly": _plotly().replace("</script", "<\\/script").replace("<!--", "<\\!--"),
         "js": "\n".join(map(_own, _SCRIPTS)),
     }
-    # One pass, so that nothing in the data is taken for a place to fill in.
+    # In one pass, so that nothing in the data is replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _own("page.html"))
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand in a script element: no text of a run can end it."""
+    """Return JSON for a script element: no text of a run can end the element."""
     text = json_text(data, compact=True)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _within_script(code: str) -> str:
-    """Code whose strings hold nothing that would end a script element, or change how it is read."""
-    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _own(name: str) -> str:
@@ -90,10 +84,9 @@ def _own(name: str) -> str:
 
 
 def _plotly() -> str:
-    # Found, not imported: plotly's Python side is not needed and takes a second to load.
-    found = util.find_spec("plotly")
-    places = (found.submodule_search_locations or []) if found else []
-    for place in places:
+    # Not imported: plotly's Python side is not needed and takes a second to load.
+    spec = util.find_spec("plotly")
+    for place in (spec.submodule_search_locations or []) if spec else []:
         script = Path(place) / "package_data" / "plotly.min.js"
         if script.is_file():
             return script.read_text(encoding="utf-8")

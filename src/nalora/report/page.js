@@ -1,9 +1,9 @@
-// The controls, and what happens when they change.
+// The controls, and the list of all charts.
 function followDefaults() {
   const labels = layerNames();
   if (!labels.includes(state.layer)) state.layer = labels[0] ?? "0";
   const layer = layerChannels();
-  // A channel that somebody chose is followed through the layers; else the one with the layer's largest update.
+  // A channel that the user selected stays selected in other layers; else the one with the layer's largest update.
   if (layer && (!state.followed || state.channel >= layer.width)) {
     state.channel = layer.numbers[layer.norms.indexOf(extent(layer.norms)[1])];
   }
@@ -59,7 +59,7 @@ function makeControls() {
   listen("mode", (value) => { state.mode = value; });
   listen("channel", (value) => { if (/^\d+$/.test(value)) follow(Number(value)); });
   document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
-  document.getElementById("controls").hidden = [...document.getElementById("controls").children].every((each) => each.hidden);
+  document.getElementById("controls").hidden = [...document.getElementById("controls").children].every((field) => field.hidden);
 }
 
 function follow(channel) {
@@ -74,58 +74,56 @@ function chooseLayer(point) {
 
 function makeCharts() {
   if (report.answer) answerCharts(report.answer);
-  addChart("learn", "loss", "Training loss", "At every logged step.", loss);
-  const asked = new Map();
-  for (const run of runs) for (const [task, who] of Object.entries(run.evaluations)) for (const { scores } of Object.values(who)) {
-    for (const measure of Object.keys(scores)) asked.set(`${task}\n${measure}`, [task, measure]);
+  addLineChart("results", "loss");
+  const evaluated = new Map();
+  for (const run of runs) for (const [task, models] of Object.entries(run.evaluations)) for (const measures of Object.values(models)) {
+    for (const measure of Object.keys(measures)) evaluated.set(`${task}\n${measure}`, [task, measure]);
   }
-  [...asked.values()].slice(0, 6).forEach(([task, measure], i) =>
-    addChart("learn", `answers-${i}`, `Held-out: ${measure}`, `${task}, with 95 % intervals.`, answered(task, measure)));
-  if (runs.some((run) => run.gates)) {
-    for (const [name, title, about] of [
-      ["p_sup", "Suppressive share", "How much of the gates' input closes them."],
-      ["p_res", "Responsive share", "How much falls where the gate reacts."],
-      ["p_pos", "Positive share", "How much passes almost unchanged."],
-      ["kept_share", "Mask density", "The share of channels that the mask keeps (m > 0.5)."],
-      ["stability", "Mask change", "Mean |m − m before| at each update; 0 is a mask at rest."],
-    ]) addChart("gates", name, title, about, gateHeat(name, title.toLowerCase()), { onClick: chooseLayer });
-    addChart("gates", "scales", "Step scales", "What the steps of each projection were multiplied by.", scales);
+  [...evaluated.values()].slice(0, 6).forEach(([task, measure], i) =>
+    addChart("results", `answers-${i}`, `Held-out: ${measure}`, `${task}, with 95 % intervals.`, scores(task, measure)));
+  const any = (has) => runs.some(has), wide = { wide: true };
+  const missing = (topic) => () => ({ missing: lacking(range(runs.length), [topic]) });
+  if (any((run) => run.gates)) {
+    for (const [name, chart] of Object.entries(report.charts.heat)) {
+      addChart("gates", name, chart.title, chart.caption, () => gateHeat(name, chart), { onClick: chooseLayer });
+    }
+    addChart("gates", "scales", "Step scales", "The factors of the steps of each projection.", scales);
   } else {
-    addChart("gates", "p_sup", "Shares, mask and step scales", "Recorded while an NA-LoRA run trains.", () => ({ missing: lacking(range(runs.length), "gates") }), { wide: true });
+    addChart("gates", "p_sup", "Shares, mask and step scales", "Recorded while an NA-LoRA run trains.", missing("gates"), wide);
   }
-  if (runs.some((run) => run.gates || run.diagnosis)) {
-    addChart("gates", "kappa", "κ and the data", "κ = z·φ′/φ: 1 where the output follows the input in proportion, 0 where it does not react to it.", curve, { wide: true });
+  if (any((run) => run.gates || run.diagnosis)) {
+    addChart("gates", "kappa", "κ and the distribution of z", "κ = z·φ′/φ: 1 where the output is proportional to the input, 0 where it does not respond to it.", curve, wide);
   }
-  if (runs.some((run) => run.diagnosis)) {
+  if (any((run) => run.diagnosis)) {
     addChart("moved", "moved-heat", "Per layer", "From one snapshot to the next.", movedHeat, { onClick: chooseLayer });
-    addChart("moved", "moved-layer", "The chosen layer", "The same, for the chosen layer and runs.", movedLayer);
+    addChart("moved", "moved-layer", "The selected layer", "The same measure, for the selected layer and runs.", movedLayer);
   } else {
-    addChart("moved", "moved-heat", "Movement between snapshots", "Measured after training, for any method.", () => ({ missing: lacking(range(runs.length), "diagnosis") }), { wide: true });
+    addChart("moved", "moved-heat", "Movement between snapshots", "Measured after training, for any method.", missing("diagnosis"), wide);
   }
-  if (runs.some((run) => run.mismatch)) {
+  if (any((run) => run.mismatch)) {
     document.getElementById("mismatch").hidden = false;
-    addChart("mismatch", "mismatch-shares", "What the difference is made of", "Shares of the three terms' energies, by layer.", mismatchShares);
-    addChart("mismatch", "mismatch-bound", "The bound and the truth", "Mean norm per token of the difference, and the corollary's bound on it.",
-      mismatchLines("bound", [["actual", "actual"], ["bound", "bound", "dash"]], "norm per token"));
-    addChart("mismatch", "mismatch-mask", "Did the mask put its weight there", "Rank correlation of mask and mismatch; how many top channels they share and how much of the mismatch the mask's top holds, with what chance gives.",
-      mismatchLines("mask", [["rank_correlation", "rank correlation"], ["top_overlap", "overlap of the top channels", "dash"], ["energy_held", "mismatch held by the mask's top", "dashdot"], ["chance", "by chance", "dot"]], "agreement"));
-    addChart("mismatch", "mismatch-channels", "Channels that carry it", "The ten largest.", topChannels);
+    addChart("mismatch", "mismatch-shares", "Parts of the difference", "Shares of the three terms' energies, by layer.", mismatchShares);
+    addChart("mismatch", "mismatch-bound", "Difference and its bound", "Mean norm of the difference per token, and the corollary's bound on it.",
+      () => mismatchLines("bound", BOUND, "norm per token"));
+    addChart("mismatch", "mismatch-mask", "Mask and mismatch", "Rank correlation of mask and mismatch; the share of top channels that they have in common and the share of the mismatch in the mask's top channels, with the values expected by chance.",
+      () => mismatchLines("mask", AGREEMENT, "agreement"));
+    addChart("mismatch", "mismatch-channels", "Channels with the largest mismatch", "The ten largest.", topChannels);
   }
-  addChart("capacity", "update", "Update norm per layer", "All adapted projections of a layer together.", updateNorms);
+  addLineChart("capacity", "update");
   addChart("capacity", "projections", "Update norm per projection", "For the run in detail.", projectionNorms);
-  if (runs.some((run) => run.gates)) addChart("capacity", "kept", "Kept share at the last step", "The share of a layer's channels that the mask keeps.", keptShares);
-  if (runs.some((run) => run.capacity)) {
-    addChart("capacity", "channels", "Gate channels", "Each point is a channel; click one, or give its number, to follow it.", channelNorms,
+  if (any((run) => run.gates)) addLineChart("capacity", "kept");
+  if (any((run) => run.capacity)) {
+    addChart("capacity", "channels", "Gate channels", "Each point is a channel; click one, or enter its number, to select it.", channelNorms,
       { live: true, onClick: (point) => { follow(Number(point.x)); changed(); } });
   }
-  if (runs.some((run) => run.diagnosis && run.diagnosis.channels)) {
-    addChart("capacity", "channel-moved", "The channel followed", "Its measure from snapshot to snapshot.", channelMoved);
+  if (any((run) => run.diagnosis && run.diagnosis.channels)) {
+    addChart("capacity", "channel-moved", "The selected channel", "Its measure from snapshot to snapshot.", channelMoved);
   }
-  addChart("cost", "time", "Time per step", "Wall clock between logged steps.", stepTimes, { wide: true });
+  addLineChart("cost", "time", wide);
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const THEMES = { system: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+const THEMES = { system: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
 let wanted = "system";
 function applyTheme() {
   document.documentElement.dataset.theme = wanted === "system" ? (dark.matches ? "dark" : "light") : wanted;
@@ -136,7 +134,7 @@ function applyTheme() {
 function setPrinting(now) {
   if (printing === now) return;
   printing = now;
-  for (const folded of document.querySelectorAll("#repeat details")) folded.open = now;
+  for (const folded of document.querySelectorAll("#reproduce details")) folded.open = now;
   redraw();
 }
 
@@ -168,7 +166,7 @@ function start() {
     list.append(element("li", {}, element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   }
   changed();
-  // Words and tables first: reading 5 MB of plotly takes half a second, and more on a busy machine.
+  // Text and tables first: parsing the 5 MB of plotly takes half a second, and more on a busy machine.
   requestAnimationFrame(() => setTimeout(() => {
     document.head.append(element("script", {}, document.getElementById("plotly").textContent));
     for (const chart of charts) watcher.observe(chart.box);
@@ -182,7 +180,7 @@ async function copy(button) {
     await navigator.clipboard.writeText(source.textContent);
     button.textContent = "Copied";
   } catch {
-    // Not allowed for pages opened from disk in every browser: select the text, for Ctrl-C.
+    // Some browsers do not allow it for pages opened from disk: select the text, for Ctrl-C.
     getSelection().selectAllChildren(source);
     button.textContent = "Selected: press Ctrl-C";
   }

@@ -1,46 +1,36 @@
-// A study's answer: how far each arm is from the baseline, and what each learning rate came to.
+// A study's results: the difference of each arm to the baseline, and the validation loss of each learning rate.
+const PAIRED = "Paired by seed, with Student's 95 % interval of each difference.";
+
 function answerCharts(answer) {
   document.getElementById("answer").hidden = false;
   answer.parts.forEach((part, i) => {
     const among = part.heading ? ` (${part.heading})` : "";
     for (const [j, measure] of Object.keys(part.differences).entries()) {
-      addChart("answer", `difference-${i}-${j}`, `${measure}: difference to ${answer.baseline}${among}`,
-        "Paired by seed, with Student's 95 % interval of each difference.", () => differences(part, measure, part.differences[measure], (row) => tick(row.arm), (row) => row.arm));
+      addChart("answer", `difference-${i}-${j}`, `${measure}: difference to ${answer.baseline}${among}`, PAIRED,
+        () => differences(part, measure, part.differences[measure], (row, name) => name(row.arm)));
     }
     for (const [j, measure] of Object.keys(part.controls).entries()) {
       addChart("answer", `control-${i}-${j}`, `${measure}: difference to controls${among}`,
-        "What an arm must beat beside the baseline. Paired by seed, with Student's 95 % interval of each difference.",
-        () => differences(part, measure, part.controls[measure], (row) => `${tick(row.arm)}\nbeside ${tick(row.beside)}`,
-          (row) => `${row.arm}\nbeside ${row.beside}`));
+        `Controls are arms that a method must beat in addition to the baseline. ${PAIRED}`,
+        () => differences(part, measure, part.controls[measure], (row, name) => `${name(row.arm)}\nvs ${name(row.control)}`));
     }
     addChart("answer", `rates-${i}`, `Learning rates${among}`, "Validation loss; the chosen rate of an arm is filled.",
       () => rateCurves(part), { wide: true });
   });
 }
 
-// An arm has the colour of the run that stands for it below.
+// An arm has the colour of the run that represents it.
 const placeOf = (part, arm) => part.shown[arm] ?? runs.length + Object.keys(part.screening).indexOf(arm);
 
-function differences(part, measure, found, named, whole) {
-  const rows = found.filter((row) => row.value !== null);
+function differences(part, measure, compared, named) {
+  const rows = compared.filter((row) => row.value !== null).map((row) => ({
+    ...row, label: named(row, tick), name: named(row, (arm) => arm), format: "+.4~g", size: 10,
+    colour: row.verdict === "better" || row.verdict === "worse" ? colour(placeOf(part, row.arm)) : css("--faint"),
+    details: [row.interval ? `95 % interval ${ends(row.interval)}, ${row.seeds} seeds` : "one seed", row.verdict],
+  }));
   if (!rows.length) return { missing: part.missing ? `Not compared: ${missingRuns(part)}` : "No arm has been run with the baseline's seeds yet." };
-  const traces = rows.map((row) => {
-    const stroke = row.verdict === "better" || row.verdict === "worse" ? colour(placeOf(part, row.arm)) : css("--faint");
-    const [low, high] = row.interval || [row.value, row.value];
-    const told = row.interval ? `95 % interval ${shown(low)} … ${shown(high)}, ${row.seeds} seeds` : "one seed";
-    return {
-      type: "scatter", mode: "markers", orientation: "h", name: row.arm, x: [row.value], y: [named(row)],
-      marker: { color: stroke, size: 10 },
-      error_x: { type: "data", symmetric: false, array: [high - row.value], arrayminus: [row.value - low], color: stroke, thickness: 2, width: 6 },
-      hovertemplate: `%{x:+.4~g}<br>${told}<br>${literal(row.verdict)}<extra>${literal(inLines(whole(row)))}</extra>`,
-    };
-  });
-  const spoken = rows.map((row) => `${whole(row).replace("\n", " ")} ${shown(row.value)}, ${row.verdict}`).join("; ");
-  const layout = {
-    xaxis: { title: { text: `difference in ${measure}` }, zeroline: true, zerolinecolor: css("--ink"), zerolinewidth: 1 },
-    yaxis: { type: "category", range: [rows.length - 0.5, -0.5] },
-  };
-  return { traces, layout, spoken, height: 90 + (8 + 18 * Math.max(...rows.map((row) => linesIn(named(row))))) * rows.length, about: "Coloured where the verdict is better or worse, grey where nothing can be told." };
+  const axis = { title: { text: `difference in ${measure}` }, zeroline: true, zerolinecolor: css("--ink"), zerolinewidth: 1 };
+  return { ...intervalPoints(rows, axis), about: "Significant differences are coloured, all others grey." };
 }
 
 const missingRuns = (part) => `these runs are missing because they failed: ${part.missing.join("; ")}.`;
@@ -59,16 +49,15 @@ function rateCurves(part) {
     });
     legend.push({ name: arm, colour: colour(i), dash: dash(i) });
   }
-  if (!traces.length) return { missing: "No run of the study has ended yet." };
+  if (!traces.length) return { missing: "No run of the study has finished yet." };
   const [low, high] = extent(traces.flatMap((trace) => trace.y));
   const logarithmic = { type: "log", dtick: "D2", tickformat: "~g" };
   const layout = {
     xaxis: { ...logarithmic, title: { text: "learning rate" } },
-    // One rate that destroyed a run would press all others flat.
+    // On a linear axis, one rate that diverged would hide the differences between all others.
     yaxis: { ...(low > 0 && high > 10 * low ? logarithmic : {}), title: { text: "validation loss" } },
   };
   const notes = unknown.length ? [`No run yet: ${unknown.join("; ")}.`] : [];
-  if (part.missing) notes.push(`No learning rate is chosen without all of its runs; ${missingRuns(part)}`);
-  const note = notes.join(" ");
-  return { traces, layout, legend, note, height: 420 };
+  if (part.missing) notes.push(`A learning rate is chosen only when all of its runs are complete; ${missingRuns(part)}`);
+  return { traces, layout, legend, note: notes.join(" "), height: 420 };
 }

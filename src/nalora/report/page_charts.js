@@ -1,5 +1,5 @@
 // A chart: a figure with its caption, plot, legend, summary for screen readers and data table.
-// What it shows comes from figure(): {traces, layout, legend?, note?} or {missing: sentence}.
+// figure() returns {traces, layout, legend?, note?, about?, title?, height?, spoken?} or {missing: sentence}.
 const charts = [];
 let printing = false;
 
@@ -55,7 +55,7 @@ function merged(base, extra) {
 const PRINTED_WIDTH = 680;
 const PLOT_OPTIONS = {
   displaylogo: false, showTips: false,
-  // Where nothing can hover it would stand on the chart for good.
+  // On touch screens, which have no hover, it would cover the chart permanently.
   displayModeBar: window.matchMedia("(hover: none)").matches ? false : "hover",
   modeBarButtons: [["zoom2d", "resetScale2d", "toImage"]],
 };
@@ -89,8 +89,8 @@ function draw(chart) {
   }
 }
 
-// Plotly reads tags and links in whatever text it is given: names, categories and titles become plain text here. What a
-// hover template holds of them is made literal where the template is written.
+// Plotly interprets tags and links in all texts: names, categories and titles become literal here, the parts of hover
+// templates where the template is written.
 function withLiteralNames(trace) {
   const made = { ...trace };
   if (made.name !== undefined) made.name = literal(inLines(made.name));
@@ -110,18 +110,17 @@ function withLiteralTitles(layout) {
 }
 
 function legendItem({ name, colour: stroke, dash: line, box }) {
-  const pattern = { dash: "8 4", dot: "2 3", dashdot: "8 3 2 3" }[line];
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("class", "swatch");
   const shape = document.createElementNS(svg.namespaceURI, box ? "rect" : "line");
   const place = box ? { x: 6, width: 14, height: 10, fill: stroke } : { x1: 0, x2: 26, y1: 5, y2: 5, stroke, "stroke-width": 3 };
   for (const [key, value] of Object.entries(place)) shape.setAttribute(key, value);
-  if (pattern && !box) shape.setAttribute("stroke-dasharray", pattern);
+  if (line && line !== "solid" && !box) shape.setAttribute("stroke-dasharray", line);
   svg.append(shape);
   return element("li", { title: name }, svg, brief(name));
 }
 
-// What a sighted reader takes in at a glance, as a sentence.
+// A summary of the traces for screen readers.
 function described(traces) {
   const parts = traces.filter((trace) => trace.hoverinfo !== "skip").slice(0, 12).map((trace) => {
     if (trace.type === "heatmap") {
@@ -183,18 +182,18 @@ function lineRows(traces) {
   return [["", ...traces.map((trace) => trace.name || "value")], kept.map((i) => [keys[i], ...rows.get(keys[i])]), note];
 }
 
-// Charts are drawn when they come into view: a page of thirty opens as fast as a page of three.
+// Charts are drawn when they are scrolled into view, so that a page with many charts opens as fast as one with few.
 const watcher = new IntersectionObserver((entries) => {
   for (const entry of entries) {
-    const chart = charts.find((each) => each.box === entry.target);
+    const chart = charts.find((other) => other.box === entry.target);
     chart.seen = entry.isIntersecting;
-    // One at a time, so that the first is there before the last is begun.
+    // One at a time, so that the first is visible before the last is drawn.
     if (chart.seen && chart.stale) setTimeout(() => chart.stale && draw(chart));
   }
   drawAhead(1500);
 }, { rootMargin: "300px" });
 
-// The others follow while nobody waits, so that who scrolls fast or takes a picture of the page finds them there.
+// The others are drawn while the browser is idle, for fast scrolling and for screenshots.
 const whenIdle = window.requestIdleCallback || ((work) => setTimeout(work, 100));
 let ahead = false;
 function drawAhead(wait = 0) {

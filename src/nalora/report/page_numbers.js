@@ -1,7 +1,7 @@
-// Numbers as they came, and how they are shown.
+// The data of the page, and the format of numbers and names.
 const report = JSON.parse(document.getElementById("data").textContent);
 
-// {f32, shape} -> one Float32Array, or rows of them. Float32 holds the files' five digits exactly enough to print them.
+// {f32, shape} -> one Float32Array, or rows of them. Float32 is precise enough for the five digits of the files.
 function unpack(packed) {
   const text = atob(packed.f32);
   const bytes = new Uint8Array(text.length);
@@ -25,37 +25,30 @@ function shown(value, digits = 5) {
   return String(Number(value.toPrecision(digits)));
 }
 
-// Colours of runs: told apart by people who do not see red or green, at 3:1 or more against either page.
-const RUN_COLOURS = {
-  light: ["#0072b2", "#c44e00", "#00805e", "#a8447f", "#7a6000", "#2b8fc9", "#5b47c0", "#565c64"],
-  dark: ["#56b4e9", "#ff9b57", "#33c99b", "#e59ac6", "#e6c84f", "#9cc8ff", "#b7a6ff", "#c5cbd3"],
-};
-const DASHES = ["solid", "dash", "dot", "dashdot"];
+const { colours: COLOURS, dashes: DASHES, colormap: COLORMAP, measures: MEASURES } = report.charts;
 const theme = () => (printing ? "light" : document.documentElement.dataset.theme);
-const colour = (index) => RUN_COLOURS[theme()][index % 8];
-// Lines differ too: two runs that coincide both show, and beyond the eighth a colour comes back with another line.
-const dash = (index) => DASHES[(index + Math.floor(index / 8)) % 4];
+const colour = (index) => COLOURS[theme()][index % COLOURS.light.length];
+// Dashes differ too, so that two lines with the same values are both visible; a colour that repeats has other dashes.
+const dash = (index) => DASHES[(index + Math.floor(index / COLOURS.light.length)) % DASHES.length];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const SEQUENTIAL = "Viridis";
 const diverging = () =>
   theme() === "dark"
     ? [[0, "#6db3f2"], [0.5, "#23282f"], [1, "#f5a54a"]]
     : [[0, "#1f66ad"], [0.5, "#f7f7f7"], [1, "#b45f06"]];
 
-// Text that others chose as plotly shows it as it is: no tag, no link, no place of a template; our line breaks stay.
+// Names come from users: plotly must show them literally, without tags, links or template fields. Line breaks stay.
 function literal(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;").replace(/\n/g, "<br>");
 }
-// The whole of a long name in a hover label: in lines, so that it stays on the page.
+// A long name in lines, so that a hover label stays on the page.
 const inLines = (text, most = 40) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
-// A name where there is little room; no two runs or arms share one.
+// The short form of a name, which is unique among runs and arms.
 const brief = (name) => report.labels[name] ?? name;
-// The same beside an axis, where a long line would leave no room for the chart.
+// The short form at an axis, in lines so that the chart keeps its width.
 const tick = (name) => inLines(brief(name), 26);
 const linesIn = (text) => text.split("\n").length;
 
 const range = (n) => Array.from({ length: n }, (_, i) => i);
-const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
 function extent(values) {
   let low = Infinity, high = -Infinity;
@@ -64,14 +57,4 @@ function extent(values) {
     if (value > high) high = value;
   }
   return low > high ? null : [low, high];
-}
-
-// A centred running mean; the window is a thirtieth of the points, so short runs are not smoothed at all.
-function smoothed(values) {
-  const half = Math.floor(values.length / 60);
-  if (half < 1) return null;
-  return Array.from(values, (_, i) => {
-    const part = values.slice(Math.max(0, i - half), i + half + 1).filter((v) => !Number.isNaN(v));
-    return part.length ? mean(Array.from(part)) : NaN;
-  });
 }

@@ -1,4 +1,4 @@
-"""What the numbers of a report say and do not say, in plain sentences."""
+"""Findings of a report in plain sentences: which results changed, and which runs differ."""
 
 from __future__ import annotations
 
@@ -15,121 +15,124 @@ from nalora.report.packing import plain
 from nalora.report.tables import lower_is_better
 
 LOSS = "loss of the answers"
-# Beyond so many, runs are counted or only named.
+# Longer lists of runs have no numbers, or only their length.
 _MANY = 3
 
 
 class Score(NamedTuple):
-    """A measure of somebody's answers with its 95 % interval."""
+    """A measure of a model's answers with its 95 % interval; `is_share` if it counts right answers."""
 
-    who: str
     value: float
     interval: Interval | None
+    is_share: bool
+
+    def text(self, *, interval: bool = True) -> str:
+        """Return the number, shares in percent, such as ``49 % (95 % CI 39–59)``."""
+        scale, unit = (100, " %") if self.is_share else (1, "")
+        value = f"{scale * self.value:.3g}{unit}"
+        if self.interval is None or not interval:
+            return value
+        low, high = (f"{scale * end:.3g}" for end in self.interval)
+        return f"{value} (95 % CI {low}{' to ' if low.startswith('-') else '–'}{high})"
 
 
-def score(who: str, summary: dict[str, Any] | None, measure: str) -> Score | None:
-    """A measure of a summary; None where it has no such number."""
-    if summary is None:
+def score(summary: dict[str, Any] | None, measure: str) -> Score | None:
+    """Return a measure of a summary; None where it has no such number."""
+    measured = (summary["target_loss"] if measure == LOSS else summary["measures"].get(measure)) if summary else None
+    if measured is None:
         return None
-    found = summary["target_loss"] if measure == LOSS else summary["measures"].get(measure)
-    if found is None:
-        return None
-    interval = found.get("binomial") or found.get("bootstrap")
-    pair = Interval(*(plain(float(end)) for end in interval)) if interval else None
-    return Score(who, plain(float(found["value"])), pair)
+    ends = measured.get("binomial") or measured.get("bootstrap")
+    interval = Interval(*(plain(float(end)) for end in ends)) if ends else None
+    return Score(plain(float(measured["value"])), interval, bool(measured.get("binomial")))
 
 
 def base_summary(runs: Sequence[RunData], run: RunData, task: str) -> dict[str, Any] | None:
-    """What the run's base model answered; another run of the same base may have been asked in its place."""
-    for each in (run, *runs):
-        asked = each.evaluations.get(task, {})
-        if each.model == run.model and "base" in asked:
-            return asked["base"]
+    """Return the summary of the run's base model, which may be stored in another run of the same base model."""
+    for other in (run, *runs):
+        evaluated = other.evaluations.get(task, {})
+        if other.model == run.model and "base" in evaluated:
+            return evaluated["base"]
     return None
 
 
+def tasks_of(runs: Sequence[RunData]) -> list[str]:
+    """Return the names of all evaluated tasks."""
+    return list(dict.fromkeys(task for run in runs for task in run.evaluations))
+
+
 def measures_of(runs: Sequence[RunData], task: str) -> list[str]:
-    """The measures of a task in the order of its summaries, the loss of the right answers last."""
-    names: dict[str, None] = {}
-    has_loss = False
-    for run in runs:
-        for summary in run.evaluations.get(task, {}).values():
-            names |= dict.fromkeys(summary["measures"])
-            has_loss |= summary["target_loss"] is not None
-    return [*names, *([LOSS] if has_loss else [])]
+    """Return the measures of a task in the order of its summaries, the loss of the right answers last."""
+    summaries = [summary for run in runs for summary in run.evaluations.get(task, {}).values()]
+    names = dict.fromkeys(name for summary in summaries for name in summary["measures"])
+    return [*names, *([LOSS] if any(summary["target_loss"] is not None for summary in summaries) else [])]
 
 
 def findings(runs: Sequence[RunData]) -> list[str]:
-    """Whether training changed each run's results, and whether any run is better than another."""
+    """Return sentences on whether training changed each run's results, and whether any run is better than another."""
     sentences: list[str] = []
-    for task in dict.fromkeys(task for run in runs for task in run.evaluations):
+    for task in tasks_of(runs):
         measures = measures_of(runs, task)
-        if measures:
-            sentences += _of_task(runs, task, measures[0])
-            if LOSS in measures[1:]:
-                sentences += _of_task(runs, task, LOSS)
+        for measure in dict.fromkeys([*measures[:1], *(name for name in measures if name == LOSS)]):
+            sentences += _of_task(runs, task, measure)
     if not sentences:
         sentences.append("No run was evaluated on held-out questions, so only the loss on its training data is known.")
-    labels = row_labels(runs)
-    if runs and len({*labels}) == len(runs):
+    if runs and len({*row_labels(runs)}) == len(runs):
         sentences.append(
-            "Every setting was run with one seed. The intervals show how much the choice of test questions matters; "
-            "how much another seed would change is not known."
+            "Every setting was run with one seed. The intervals show the effect of the choice of test questions; the "
+            "effect of another seed is not known."
         )
     return sentences
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
-    what = f"{measure} on {task}"
+    name = f"{measure} on {task}"
     higher = not lower_is_better(measure)
-    after: dict[int, Score] = {}  # by the run's place
-    before: dict[int, Score] = {}
-    for place, run in enumerate(runs):
-        if adapted := score(run.name, run.evaluations.get(task, {}).get("adapted"), measure):
-            after[place] = adapted
-            if base := score("base", base_summary(runs, run, task), measure):
-                before[place] = base
-    changes = _compared({place: (after[place], base) for place, base in before.items()}, higher_is_better=higher)
-    groups: dict[tuple[Score, str], list[Score]] = {}
-    for place, base in before.items():
-        groups.setdefault((base, _CHANGES[changes.get(place, "")]), []).append(after[place])
-    for (base, change), scores in groups.items():
-        listed = ", ".join(one.who if len(scores) > _MANY else f"{one.who} {_shown(one)}" for one in scores)
-        yield f"{change}: {what} was {_shown(base)} before training; after training: {listed}."
+    adapted = {i: score(run.evaluations.get(task, {}).get("adapted"), measure) for i, run in enumerate(runs)}
+    after = {i: value for i, value in adapted.items() if value}
+    before = {i: value for i in after if (value := score(base_summary(runs, runs[i], task), measure))}
+    verdicts = _compared({i: (after[i], base) for i, base in before.items()}, higher_is_better=higher)
+    groups: dict[tuple[Score, str], list[int]] = {}
+    for i, base in before.items():
+        change = "rose" if after[i].value > base.value else "fell"
+        verdict = verdicts.get(i, "")
+        groups.setdefault((base, change if verdict in ("better", "worse") else verdict), []).append(i)
+    for (base, change), members in groups.items():
+        texts = [f"{after[i].text()}{f' in {runs[i].name}' if len(runs) > 1 else ''}" for i in members]
+        names = ", ".join(runs[i].name for i in members)
+        yield _change(name, base, change, f"in {names}" if len(members) > _MANY else f"to {', '.join(texts)}")
     repeated = _over_seeds(runs, after)
     if len(repeated) > 1:
         compared = compare_methods(repeated, list(combinations(repeated, 2)), higher_is_better=higher)
-        verdicts = {(one.method, one.baseline): str(one.verdict) for one in compared}
-        yield f"Comparison of settings over their seeds, {what}: {_differences(verdicts)}."
+        over_seeds = {(one.method, one.baseline): str(one.verdict) for one in compared}
+        yield _differences(name, "the settings over their seeds", over_seeds)
     elif len(after) > 1:
-        pairs = {(one.who, other.who): (one, other) for one, other in combinations(after.values(), 2)}
-        yield f"Comparison of runs, {what}: {_differences(_compared(pairs, higher_is_better=higher))}."
+        pairs = {(runs[i].name, runs[j].name): (after[i], after[j]) for i, j in combinations(after, 2)}
+        yield _differences(name, "the runs", _compared(pairs, higher_is_better=higher))
 
 
-_CHANGES = {
-    "better": "Significant improvement",
-    "worse": "Significantly worse",
-    "not distinguishable": "No significant change",
-    "": "No interval, so significance is not known",
-}
+def _change(name: str, base: Score, change: str, listed: str) -> str:
+    if change in ("rose", "fell"):
+        return f"{name[:1].upper()}{name[1:]} {change} from {base.text(interval=False)} {listed}."
+    start = "No significant change" if change else "No interval, so the significance of the change is not known"
+    return f"{start}: {name} went from {base.text()} {listed}."
 
 
 def _compared(pairs: Mapping[Any, tuple[Score, Score]], *, higher_is_better: bool) -> dict[Any, str]:
-    """The verdict on each pair of which both have an interval."""
+    """Return the verdict on each pair of which both have an interval."""
     estimates = {
-        claim: (Estimate(one.value, one.interval), Estimate(other.value, other.interval))
-        for claim, (one, other) in pairs.items()
+        key: (Estimate(one.value, one.interval), Estimate(other.value, other.interval))
+        for key, (one, other) in pairs.items()
         if one.interval is not None and other.interval is not None
     }
     return dict(compare_estimates(estimates, higher_is_better=higher_is_better))
 
 
 def _over_seeds(runs: Sequence[RunData], scores: Mapping[int, Score]) -> dict[str, dict[int, float]]:
-    """The values of each setting by seed, of those with enough seeds, none of which diverged."""
+    """Return the values of each setting by seed, of settings with enough seeds, none of which diverged."""
     values: dict[str, dict[int, float]] = {}
-    for place, label in enumerate(row_labels(runs)):
-        if place in scores:
-            values.setdefault(label, {})[seed_of(runs[place])] = scores[place].value
+    for i, label in enumerate(row_labels(runs)):
+        if i in scores:
+            values.setdefault(label, {})[seed_of(runs[i])] = scores[i].value
     return {
         label: by_seed
         for label, by_seed in values.items()
@@ -137,22 +140,18 @@ def _over_seeds(runs: Sequence[RunData], scores: Mapping[int, Score]) -> dict[st
     }
 
 
-def _differences(verdicts: Mapping[tuple[str, str], str]) -> str:
-    """Which is better than which; with many runs only how many it is better than."""
+def _differences(name: str, compared: str, verdicts: Mapping[tuple[str, str], str]) -> str:
+    """Return which is better than which; with many runs only the number that it is better than."""
     worse: dict[str, list[str]] = {}
     for (one, other), verdict in verdicts.items():
         if verdict in ("better", "worse"):
             winner, loser = (one, other) if verdict == "better" else (other, one)
             worse.setdefault(winner, []).append(loser)
     if not worse:
-        return "no significant difference"
+        return f"No significant difference between {compared}: {name}."
     clauses = [
         f"{winner} is better than {len(losers) if len(losers) > _MANY else ', '.join(losers)}"
         for winner, losers in worse.items()
     ]
-    return f"{'; '.join(clauses)}; no other difference is significant (p ≤ 0.05, Holm-corrected)"
-
-
-def _shown(score: Score) -> str:
-    text = f"{score.value:.3g}"
-    return text if score.interval is None else f"{text} (95 % CI {score.interval.low:.3g} … {score.interval.high:.3g})"
+    significance = "no other difference is significant (p ≤ 0.05, Holm-corrected)"
+    return f"Comparison of {compared}, {name}: {'; '.join(clauses)}; {significance}."

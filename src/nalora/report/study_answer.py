@@ -1,4 +1,4 @@
-"""The answer of a study, built once by `studies.answer`; rendered as Markdown, as numbers for a file and as HTML."""
+"""The results of a study, made by `studies.answer` and rendered as Markdown, as numbers for a file and as HTML."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 from nalora.evaluation.significance import Comparison
 from nalora.files import outputs
-from nalora.report import words
+from nalora.report import sections
 from nalora.report.packing import finite
 from nalora.report.tables import Table, escape_markdown, markdown
 
-# Infinite where a run diverged, "missing" where it failed, None where it has not ended yet.
+# Infinite where a run diverged, "missing" where it failed, None where it has not finished yet.
 Loss = float | Literal["missing"] | None
 
 
@@ -32,18 +32,18 @@ class AnswerPart:
     """The results of one combination of a study's settings.
 
     Attributes:
-        settings: the combination; empty where the study has one alone.
+        settings: the combination; empty where the study has only one.
         table: means over seeds.
-        sentences: what may be claimed, and why a comparison is not made.
-        notes: what the reader must know: rates at the end of their grid, runs that are missing.
+        sentences: the conclusions, and why a comparison is not made.
+        notes: limitations: chosen rates at the end of their grid, missing runs.
         screening: validation losses by arm and learning rate.
         rates: the learning rate chosen for each arm.
         comparisons: with the baseline, by measure.
-        controls: with what an arm must beat as well, by measure; a family of their own.
+        controls: comparisons with an arm's controls, by measure; corrected as a separate family.
         missing: arms without all of their runs.
         at_the_end: arms whose chosen learning rate is the lowest or the highest tried.
         dropped: of each arm, the rates trained with one screening seed only.
-        lost: of each arm that lacks some, the runs that failed.
+        lost: the failed runs of each arm that has any.
         shown: the key of the run that represents each arm in a report.
     """
 
@@ -63,11 +63,11 @@ class AnswerPart:
 
     @property
     def heading(self) -> str:
-        """The combination of settings; empty where the study has one alone."""
+        """The combination of settings; empty where the study has only one."""
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
 
     def markdown(self) -> list[str]:
-        """Lines: the table, the choice of learning rates, notes and claims."""
+        """Return lines: the table, the choice of learning rates, notes and conclusions."""
         lines = [f"## {escape_markdown(self.heading)}\n"] if self.heading else []
         lines += [markdown(self.table)] if self.table.rows else []
         lines += ["| arm | learning rate: validation loss |", "|---|---|"]
@@ -76,7 +76,7 @@ class AnswerPart:
         return [*lines, *(f"- {escape_markdown(sentence)}" for sentence in self.sentences), ""]
 
     def _screening_of(self, arm: str) -> str:
-        """The rates of an arm with the validation loss of each, the chosen one bold."""
+        """Return the rates of an arm with the validation loss of each, the chosen one bold."""
         cells = []
         for rate, loss in self.screening[arm].items():
             shown = "–" if loss is None else loss if isinstance(loss, str) else f"{loss:.4f}"
@@ -85,7 +85,7 @@ class AnswerPart:
         return ", ".join(cells)
 
     def numbers(self) -> dict[str, Any]:
-        """For a file. JSON has no infinity, which is the loss of a run that diverged."""
+        """Return the numbers for a file. JSON has no infinity, which is the loss of a run that diverged."""
         losses = {
             arm: {
                 rate: "diverged" if isinstance(loss, float) and not math.isfinite(loss) else loss
@@ -103,7 +103,7 @@ class AnswerPart:
             "learning_rates": self.rates,
             "at_the_end_of_the_rates": self.at_the_end,
             "validation_losses": losses,
-            # Only in studies that drop rates, so that the answers of all others stay as they are.
+            # Only in studies that drop rates, so that stored answers of all others stay the same.
             **({"dropped_learning_rates": self.dropped} if self.dropped else {}),
             "missing": self.missing,
             **({"missing_runs": lost} if lost else {}),
@@ -115,26 +115,26 @@ class AnswerPart:
         }
 
     def html(self) -> str:
-        """The table and the notes."""
+        """Return the table and the notes as HTML."""
         heading = f"<h3>{escape(self.heading)}</h3>" if self.heading else ""
         marks = {"best": " (best)", "second": " (second)", "": ""}
         rows = [[arm, *(f"{text}{marks[mark]}" for text, mark in cells)] for arm, cells in self.table.texts()]
         heads = ["arm", *(column.head for column in self.table.columns)]
-        # A page's marks are words, which a screen reader reads as well.
+        # Marks are words, for screen readers.
         caption = self.table.caption.replace("Bold:", "(best):").replace("underlined:", "(second):")
-        shown = words.table(heads, rows, caption, numbers=True) if rows else ""
-        return heading + shown + words.notes(self.notes)
+        shown = sections.table(heads, rows, caption, numbers=True) if rows else ""
+        return heading + shown + sections.notes(self.notes)
 
 
 @dataclass(frozen=True)
 class StudyAnswer:
-    """A study's answer.
+    """The results of a study.
 
     Attributes:
         name: of the study.
         baseline: the arm that the others are compared with.
         parts: one for each combination of settings.
-        question: what the study's file says that it is about.
+        question: the description in the study's file.
     """
 
     name: str
@@ -143,12 +143,12 @@ class StudyAnswer:
     question: str = ""
 
     def arms(self) -> list[str]:
-        """Every arm by name."""
+        """Return the names of all arms."""
         names = [name for part in self.parts for name in (*part.rates, *part.screening)]
         return list(dict.fromkeys([self.baseline, *names]))
 
     def markdown(self) -> str:
-        """The whole answer as a page of Markdown."""
+        """Return all results as a page of Markdown."""
         lines = [f"<!-- {outputs.TEXT} -->\n", f"# {escape_markdown(self.name)}\n"]
         lines += [line for part in self.parts for line in part.markdown()]
         if lost := {run.key for part in self.parts for runs in part.lost.values() for run in runs}:
@@ -156,20 +156,20 @@ class StudyAnswer:
         return "\n".join(lines)
 
     def tables(self) -> str:
-        """The question, and a table for each part, as HTML; the charts are below it."""
+        """Return the question and a table for each part as HTML, to be shown above the charts."""
         question = f"<p>{escape(self.question)}</p>" if self.question else ""
         return question + "".join(part.html() for part in self.parts)
 
     def sentences(self) -> str:
-        """What may be claimed of each part, as HTML; it is below the charts."""
+        """Return the conclusions of each part as HTML, to be shown below the charts."""
         return "".join(
-            f"<h3>{escape(part.heading or 'In words')}</h3>{words.items(part.sentences)}"
+            f"<h3>{escape(part.heading or 'Conclusions')}</h3>{sections.items(part.sentences)}"
             for part in self.parts
             if part.sentences
         )
 
     def charts(self) -> dict[str, Any]:
-        """What the page's charts are drawn from; the page has the runs of `AnswerPart.shown`, in their order."""
+        """Return the data of the page's charts; the page shows the runs of `AnswerPart.shown`, in their order."""
         places = count()
         return {"baseline": self.baseline, "parts": [_charts(part, places) for part in self.parts]}
 
@@ -177,18 +177,9 @@ class StudyAnswer:
 def _charts(part: AnswerPart, places: count[int]) -> dict[str, Any]:
     lost = {run.key: run.label for runs in part.lost.values() for run in runs}
     differences, controls = (
-        {
-            measure: [
-                {
-                    "arm": each.method, "beside": each.baseline, "value": finite(each.difference),
-                    "interval": finite(each.interval), "seeds": each.seeds, "verdict": each.verdict,
-                }
-                for each in family
-            ]
-            for measure, family in families.items()
-        }
+        {measure: list(map(_difference, family)) for measure, family in families.items()}
         for families in (part.comparisons, part.controls)
-    )  # fmt: skip
+    )
     return {
         "heading": part.heading,
         "rates": finite(dict(part.rates)),
@@ -201,3 +192,10 @@ def _charts(part: AnswerPart, places: count[int]) -> dict[str, Any]:
         "controls": controls,
         **({"missing": list(lost.values())} if lost else {}),
     }
+
+
+def _difference(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "arm": comparison.method, "control": comparison.baseline, "value": finite(comparison.difference),
+        "interval": finite(comparison.interval), "seeds": comparison.seeds, "verdict": comparison.verdict,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parts of the page that are words and tables, written by Python so that they need no script."""
+"""The texts and tables of the page, written by Python so that they need no script."""
 
 from __future__ import annotations
 
@@ -9,67 +9,56 @@ from html import escape
 from typing import Any
 
 from nalora.errors import counted
-from nalora.report.cleaning import is_partial
 from nalora.report.data import RunData, differences
 from nalora.report.naming import brief
-from nalora.report.sentences import base_summary, findings, measures_of, score
+from nalora.report.reading import is_partial
+from nalora.report.sentences import base_summary, measures_of, score, tasks_of
 
 
 def summary(runs: Sequence[RunData]) -> str:
-    """One line under the title: how many runs, of what."""
-    models, tasks = (list(dict.fromkeys(v)) for v in ([r.model for r in runs], [r.task for r in runs]))
-    methods = list(dict.fromkeys(run.method for run in runs))
-    count = counted(len(runs), "run")
-    return escape(f"{count} · {', '.join(methods)} · {', '.join(models)} · {', '.join(tasks)}")
+    """Return the line under the title: the number of runs, methods, models and tasks."""
+    columns = ([run.method for run in runs], [run.model for run in runs], [run.task for run in runs])
+    return escape(" · ".join([counted(len(runs), "run"), *(", ".join(dict.fromkeys(values)) for values in columns)]))
 
 
-def said(runs: Sequence[RunData]) -> str:
-    """What can and what cannot be said."""
-    return items(findings(runs))
-
-
-def answers(runs: Sequence[RunData]) -> str:
-    """Held-out measures of the base and of every run, a table for each task."""
+def scores(runs: Sequence[RunData]) -> str:
+    """Return a table of held-out measures of the base models and the runs for each task."""
     tables = []
-    for task in dict.fromkeys(task for run in runs for task in run.evaluations):
+    for task in tasks_of(runs):
         measures = measures_of(runs, task)
-        rows: list[list[str]] = []
-        for run in runs:
-            base = base_summary(runs, run, task)
-            row = [f"base: {run.model}", *_cells(base, measures)] if base is not None else None
-            if row is not None and row not in rows:
-                rows.append(row)
-        for run in runs:
-            adapted = run.evaluations.get(task, {}).get("adapted")
-            if adapted is not None:
-                rows.append([run.name, *_cells(adapted, measures)])
+        bases = [(f"base: {run.model}", base_summary(runs, run, task)) for run in runs]
+        adapted = [(run.name, run.evaluations.get(task, {}).get("adapted")) for run in runs]
+        rows = [
+            [[name, *_cells(evaluated, measures)] for name, evaluated in models if evaluated is not None]
+            for models in (bases, adapted)
+        ]
+        unique = [row for i, row in enumerate(rows[0]) if row not in rows[0][:i]]
         tables.append(
-            table(["asked", *measures, "questions"], rows, caption=f"{task}: value and 95 % interval", numbers=True)
+            table(
+                ["model", *measures, "questions"], [*unique, *rows[1]], f"{task}: value and 95 % interval", numbers=True
+            )
         )
     return "".join(tables)
 
 
-def not_asked(runs: Sequence[RunData]) -> str:
-    """Which runs were asked nothing, and how to ask them."""
+def not_evaluated(runs: Sequence[RunData]) -> str:
+    """Return a note for every run that was not evaluated, with the command that does it."""
     return notes(f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing)
 
 
-def _cells(found: dict[str, Any], measures: Sequence[str]) -> list[str]:
+def _cells(evaluated: dict[str, Any], measures: Sequence[str]) -> list[str]:
     cells = []
     for name in measures:
-        measured = score("", found, name)
-        if measured is None:
-            cells.append("–")
-        elif measured.interval is None:
-            cells.append(f"{measured.value:.4g}")
-        else:
-            cells.append(f"{measured.value:.4g} ({measured.interval[0]:.4g} … {measured.interval[1]:.4g})")
-    asked = _count(found.get("examples"))
-    return [*cells, f"the first {asked} of {_count(found['questions'])}" if is_partial(found) else asked]
+        measured = score(evaluated, name)
+        interval = measured.interval if measured else None
+        ends = f" ({interval.low:.4g} … {interval.high:.4g})" if interval else ""
+        cells.append(f"{measured.value:.4g}{ends}" if measured else "–")
+    count = _count(evaluated.get("examples"))
+    return [*cells, f"the first {count} of {_count(evaluated['questions'])}" if is_partial(evaluated) else count]
 
 
 def costs(runs: Sequence[RunData]) -> str:
-    """Time, memory and speed of every run."""
+    """Return a table of time, memory and speed of every run."""
     columns = ["run", "steps", "total time", "time per step", "target tokens/s", "peak memory", "trained parameters",
                "on"]  # fmt: skip
     return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)
@@ -77,38 +66,38 @@ def costs(runs: Sequence[RunData]) -> str:
 
 def _cost(run: RunData) -> list[str]:
     result = run.result or {}
-    steps, seconds = result.get("steps"), result.get("seconds")
-    if not run.result and run.metrics:
-        steps, seconds = run.metrics[-1].get("step"), run.metrics[-1].get("seconds")
+    source = run.metrics[-1] if not run.result and run.metrics else result
+    steps = source.get("step" if source is not result else "steps")
+    seconds = source.get("seconds")
     timed = isinstance(steps, int) and isinstance(seconds, int | float) and steps > 0 and seconds > 0
-    per_step = f"{seconds / steps:.3g} s" if timed else "–"  # type: ignore[operator]
+    steps_per_second = steps / seconds if timed else None  # type: ignore[operator]
     memory = result.get("peak_memory_gib")
     hardware = str(run.environment.get("device", "–"))
     threads = run.environment.get("cpu_threads")
     if not run.environment.get("devices") and threads:
-        hardware += f" CPU, {threads} thread{'' if threads == 1 else 's'}"
+        hardware += f" CPU, {counted(threads, 'thread')}"
     return [
         _count(steps) + ("" if run.result else " so far"),
         duration(seconds),
-        per_step,
-        _target_tokens_per_second(run, steps, seconds) if timed else "–",
+        f"{1 / steps_per_second:.3g} s" if steps_per_second else "–",
+        _target_tokens_per_second(run, steps_per_second) if steps_per_second else "–",
         f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured",
         _count(result.get("trainable_parameters")),
         hardware,
     ]
 
 
-def _target_tokens_per_second(run: RunData, steps: Any, seconds: Any) -> str:
-    """Tokens that the loss was of; those of prompts and of padding are not counted."""
+def _target_tokens_per_second(run: RunData, steps_per_second: float) -> str:
+    """Return the speed in tokens of the loss, without those of prompts and padding."""
     result = run.result or {}
     tokens, rows, batch = result.get("target_tokens"), result.get("rows"), run.settings.get("batch_size")
-    if not all(isinstance(each, int) and each > 0 for each in (tokens, rows, batch)):
+    if not all(isinstance(number, int) and number > 0 for number in (tokens, rows, batch)):
         return "–"
-    return f"{tokens / rows * batch * steps / seconds:.3g}"  # type: ignore[operator]
+    return f"{tokens / rows * batch * steps_per_second:.3g}"  # type: ignore[operator]
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as a person says them."""
+    """Return a duration in seconds, minutes or hours."""
     if not isinstance(seconds, int | float):
         return "–"
     if seconds < 120:
@@ -117,21 +106,22 @@ def duration(seconds: Any) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def repeat(runs: Sequence[RunData]) -> str:
-    """For every run its command, its versions and its settings; first, what the runs differ in."""
+def reproduce(runs: Sequence[RunData]) -> str:
+    """Return the settings in which the runs differ, then the command, versions and settings of every run."""
     parts = []
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     differ = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1 and key != "output"]
     if len(runs) > 1 and differ:
         rows = [[key, *(_value(run.settings.get(key)) for run in runs)] for key in differ]
-        parts.append(table(["setting", *(run.name for run in runs)], rows, caption="What the runs differ in"))
+        parts.append(table(["setting", *(run.name for run in runs)], rows, caption="Settings in which the runs differ"))
     for number, run in enumerate(runs):
         command = shlex.join(["nalora", "train", f"{run.path}/run.yaml", f"output={run.path}-again"])
-        made = run.environment.get("command")
-        versions = run.environment.get("versions")
+        environment = run.environment
+        versions = environment.get("versions")
         facts = {
-            "made by": made, "started": run.environment.get("started"), "hardware": run.environment.get("device"),
-            "Python": run.environment.get("python"), **(versions if isinstance(versions, dict) else {}),
+            "command": environment.get("command"), "started": environment.get("started"),
+            "hardware": environment.get("device"), "Python": environment.get("python"),
+            **(versions if isinstance(versions, dict) else {}),
         }  # fmt: skip
         known = [[name, str(value)] for name, value in facts.items() if value]
         settings = [[key, _value(value)] for key, value in run.settings.items()]
@@ -141,27 +131,25 @@ def repeat(runs: Sequence[RunData]) -> str:
             f'<div class="command"><code id="command-{number}">{escape(command)}</code>'
             f'<button type="button" class="copy" data-copy="command-{number}">Copy the command</button></div>'
             f"{unknown}<details><summary>Settings ({len(settings)})</summary>{table(['setting', 'value'], settings)}"
-            f"</details><details><summary>Versions and hardware</summary>{table(['what', 'which'], known)}</details>"
+            f"</details><details><summary>Versions and hardware</summary>{table(['name', 'value'], known)}</details>"
         )
     return "".join(parts)
 
 
 def notices(runs: Sequence[RunData]) -> str:
-    """Everything a reader must know before trusting a number."""
-    sentences = differences(runs)
-    for run in runs:
-        sentences += [f"{run.name}: {notice}" for notice in run.notices]
+    """Return what limits the use of the numbers: damaged files, unfinished runs, runs that cannot be compared."""
+    sentences = differences(runs) + [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     return items(sentences) if sentences else "<p>Nothing is missing or damaged.</p>"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, numbers: bool = False) -> str:
-    """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
+    """Return a table whose first column names its rows; it scrolls where the screen is narrow."""
     rows = [list(row) for row in rows]
     short = brief([*columns, *(first for first, *_ in rows)])
     head = "".join(f'<th scope="col">{_named(column, short)}</th>' for column in columns)
     body = "".join(
-        f'<tr><th scope="row">{_named(first, short)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
-        for first, *rest in rows
+        f'<tr><th scope="row">{_named(first, short)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     kind = ' class="numbers"' if numbers else ""
@@ -173,24 +161,24 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = 
 
 
 def _named(name: str, short: Mapping[str, str]) -> str:
-    """A name, shortened where it is long; the whole of it shows when it is pointed at."""
+    """Return a name, shortened where it is long, with the full name as its tooltip."""
     if short[name] == name:
         return escape(name)
     return f'<span title="{escape(name, quote=True)}">{escape(short[name])}</span>'
 
 
 def items(sentences: Iterable[str]) -> str:
-    """Sentences as a list."""
+    """Return sentences as a list."""
     return "<ul>" + "".join(f"<li>{_with_code(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def notes(sentences: Iterable[str]) -> str:
-    """Sentences that stand where a thing is missing."""
+    """Return sentences that replace a missing part."""
     return "".join(f'<p class="note">{_with_code(sentence)}</p>' for sentence in sentences)
 
 
 def _with_code(sentence: str) -> str:
-    """Escaped, with `commands` set as such."""
+    """Return the sentence escaped, with `commands` in the font of code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
