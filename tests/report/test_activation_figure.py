@@ -98,5 +98,5 @@ def test_the_pages_drawings_are_of_today(name, tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(NALoRAError, match=r'pip install "nalora\[report\]"'):
+    with pytest.raises(NALoRAError, match=r"pip install 'nalora\[report\]'"):
         draw_activation(get("silu"), tmp_path)

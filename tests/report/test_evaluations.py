@@ -12,8 +12,8 @@ from nalora.report.data import differences, read_run, read_runs
 from nalora.report.evaluations import Evaluation, label
 from nalora.report.html import page
 from nalora.report.run_tables import run_tables
-from nalora.report.sentences import findings
 from nalora.report.sections import scores
+from nalora.report.sentences import findings
 from report.run_folders import EVALUATED, summary, write, write_run
 
 PLACE = ("evaluations", "gym", "chain_sum")

@@ -15,8 +15,8 @@ from nalora.activations import get
 from nalora.control.recorded import named_activation
 from nalora.report import figures
 from nalora.report.capacity import read_capacity
-from nalora.report.data import read_run, read_runs
 from nalora.report.charts import COLOURS, running_mean
+from nalora.report.data import read_run, read_runs
 from nalora.report.drawing import look, stroke
 from report.run_folders import write, write_run
 

@@ -24,15 +24,10 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_B(?:\.[^.]+)?\.weight")
 
 @dataclass(frozen=True)
 class Capacity:
-    """Norms of the update of every adapted module.
+    """Norms of the update of every adapted module, by module name in the model's order."""
 
-    Attributes:
-        modules: ‖s·B·A‖ (Frobenius) by module name, in the model's order.
-        rows: ‖(s·B·A)_c‖ of every output row c, by module name.
-    """
-
-    modules: dict[str, float]
-    rows: dict[str, NDArray[np.float64]]
+    modules: dict[str, float]  # ‖s·B·A‖ (Frobenius)
+    rows: dict[str, NDArray[np.float64]]  # ‖(s·B·A)_c‖ of every output row c
 
     def layers(self) -> dict[str, dict[str, str]]:
         """Return the modules by layer, up to the first number in their names, and by the part that follows it."""

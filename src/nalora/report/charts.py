@@ -41,27 +41,19 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class LineChart:
-    """A line for each run.
-
-    Attributes:
-        read: returns a run's values; None where the run has none.
-        topics: the keys of `RunData.missing` that explain why a run has none.
-        value: the name of a value in hover labels.
-        smooth: whether many points get a running mean.
-        reference: the value of a horizontal line.
-    """
+    """A line for each run."""
 
     title: str
     x: str
     y: str
-    read: Callable[[RunData], Line | None]
-    topics: tuple[str, ...]
-    value: str = ""
+    read: Callable[[RunData], Line | None]  # returns None where the run has no values
+    topics: tuple[str, ...]  # the keys of `RunData.missing` that explain why a run has none
+    value: str = ""  # the name of a value in hover labels
     caption: str = ""
     from_zero: bool = False
     markers: bool = False
-    smooth: bool = False
-    reference: float | None = None
+    smooth: bool = False  # whether many points get a running mean
+    reference: float | None = None  # the value of a horizontal line
 
 
 class HeatMap(NamedTuple):

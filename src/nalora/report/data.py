@@ -32,37 +32,23 @@ _NO_VALUES = {
 class RunData:
     """The content of a run's folder.
 
-    Attributes:
-        path: the folder.
-        name: the folder's name, with its parents' where two of the runs that are read together share it.
-        settings: run.yaml; empty where that cannot be read.
-        environment: versions, hardware, the command.
-        result: result.json; None while the run is running, or after a kill.
-        metrics: the rows of metrics.jsonl in the order of their steps.
-        gates: gates.jsonl; None for methods that do not steer gates.
-        evaluations: summaries by task (``TASK (validation)`` for questions held out of training) and by model, ``base``
-            or ``adapted``. The same name means the same questions in all runs that are read together.
-        diagnosis: diagnosis.json, written by `nalora diagnose`.
-        mismatch: mismatch.json, written by `nalora diagnose --against`.
-        notices: sentences about damaged, unfinished or ignored files.
-        missing: the reason why there are no values of a topic (result, metrics, evaluations, gates, mask, scaling,
-            diagnosis, mismatch), with a hint where nothing is wrong.
-        summaries: all evaluations, from which `evaluations` is made.
+    `evaluations` holds summaries by task (``TASK (validation)`` for questions held out of training) and by model,
+    ``base`` or ``adapted``; the same name means the same questions in all runs that are read together.
     """
 
     path: Path
-    name: str
-    settings: dict[str, Any]
+    name: str  # of the folder, with its parents' names where two of the runs that are read together share it
+    settings: dict[str, Any]  # run.yaml; empty where that cannot be read
     environment: dict[str, Any]
-    result: dict[str, Any] | None
-    metrics: list[dict[str, Any]]
-    gates: Gates | None
+    result: dict[str, Any] | None  # None while the run is running, or after a kill
+    metrics: list[dict[str, Any]]  # in the order of their steps
+    gates: Gates | None  # None for methods that do not steer gates
     evaluations: dict[str, dict[str, dict[str, Any]]]
     diagnosis: dict[str, Any] | None
     mismatch: dict[str, Any] | None
-    notices: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    summaries: tuple[Evaluation, ...] = ()
+    notices: list[str] = field(default_factory=list)  # sentences about damaged, unfinished or ignored files
+    missing: dict[str, str] = field(default_factory=dict)  # by topic, the reason why there are no values
+    summaries: tuple[Evaluation, ...] = ()  # from which `evaluations` is made
 
     @property
     def method(self) -> str:
@@ -99,11 +85,7 @@ class RunData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """Read a run's folder.
-
-    Raises:
-        NALoRAError: there is no such folder, or no run in it.
-    """
+    """Read a run's folder; raise NALoRAError if there is no such folder, or no run in it."""
     path = Path(path)
     if not path.is_dir():
         raise missing_path("folder", path, "a run's folder", "check the path; runs go to output=")
@@ -147,11 +129,7 @@ def read_run(path: str | Path) -> RunData:
 
 
 def read_runs(paths: Iterable[str | Path]) -> list[RunData]:
-    """Read runs under unique names; a folder of runs stands for the runs in it.
-
-    Raises:
-        NALoRAError: a folder does not exist, or neither it nor those below it hold a run.
-    """
+    """Read runs, and the runs in folders of runs, under unique names; raise NALoRAError where there is none."""
     folders: list[Path] = []
     for path in map(Path, paths):
         inside = [] if _is_run(path) else _runs_below(path)
@@ -229,10 +207,8 @@ def _why_no_result(folder: RunFolder) -> str:
 def _divergence(result: dict[str, Any]) -> str | None:
     """Return a sentence if the run diverged; in version 0.1 only the loss shows it."""
     if result.get("diverged"):
-        return (
-            f"The run diverged: loss or gradients were not finite from step {result.get('diverged_step')} on. It was"
-            " stopped, and no adapter was saved; the numbers shown are those before."
-        )
+        start = f"The run diverged: loss or gradients were not finite from step {result.get('diverged_step')} on."
+        return f"{start} It was stopped, and no adapter was saved; the numbers shown are those before."
     loss = result.get("train_loss")
     if "train_loss" in result and not (isinstance(loss, int | float) and math.isfinite(loss)):
         return "The training loss is not finite: the run diverged, and its adapter is not usable."

@@ -63,11 +63,7 @@ def shown(text: str) -> str:
 
 @contextlib.contextmanager
 def look() -> Iterator[None]:
-    """Apply nalora's style, independent of the user's matplotlibrc.
-
-    Raises:
-        NALoRAError: matplotlib is not installed.
-    """
+    """Apply nalora's style, independent of the user's matplotlibrc; raise NALoRAError without matplotlib."""
     try:
         from matplotlib import rc_context, rcParamsDefault
     except ImportError:
@@ -195,11 +191,7 @@ def signed(value: float) -> str:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write `name`.png and `name`.svg; the same figure gives the same bytes.
-
-    Raises:
-        NALoRAError: one of them is a file that nalora did not write.
-    """
+    """Write `name`.png and `name`.svg, the same bytes for the same figure; raise NALoRAError for files of others."""
     files = files_of(folder, name)
     refuse_foreign(files)
     folder.mkdir(parents=True, exist_ok=True)
@@ -218,11 +210,7 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 
 def refuse_foreign(files: Iterable[Path]) -> None:
-    """Refuse to overwrite files that nalora did not write, or to write into a folder that is a symbolic link.
-
-    Raises:
-        NALoRAError: one of the files is not nalora's, or the folder is a link.
-    """
+    """Raise NALoRAError if one of the files exists and is not nalora's, or its folder is a symbolic link."""
     files = list(files)
     for folder in {file.parent for file in files}:
         outputs.refuse_linked_folder(folder, option="folder")

@@ -31,19 +31,12 @@ _NOT_RECORDED = "questions not recorded"
 class Evaluation:
     """One summary.
 
-    Attributes:
-        task: the task's name.
-        validation: whether the questions were held out of training, and choices were made with them.
-        model: ``base`` or ``adapted``.
-        summary: its numbers.
-        folder: the name of its folder.
-        evidence: identifies the questions: two evaluations that share an entry, also through others, have the same.
-        modified: when it was written.
+    Two evaluations are of the same questions if they share an entry of `evidence`, directly or through others.
     """
 
     task: str
-    validation: bool
-    model: str
+    validation: bool  # whether the questions were held out of training, and choices were made with them
+    model: str  # ``base`` or ``adapted``
     summary: dict[str, Any]
     folder: str
     evidence: frozenset[str]
@@ -62,13 +55,7 @@ class Evaluation:
 
 
 def read_evaluations(folder: Path, settings: Mapping[str, Any], notices: list[str]) -> tuple[Evaluation, ...]:
-    """Return all evaluations of a run, those of questions held out of training last.
-
-    Args:
-        folder: the run's folder of evaluations.
-        settings: the run's.
-        notices: gets a sentence on each damaged file.
-    """
+    """Return all evaluations in a run's folder, those of questions held out of training last."""
     evaluations = []
     for file in sorted(folder.rglob("summary.json")) if folder.is_dir() else ():
         summary = read_object(file, notices, clean_summary)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +17,24 @@ from nalora.report.reading import rows_by_step
 
 _NUMBERS = {int, float, type(None)}
 _COLUMNS = (*NAMES, *FOLLOWED.values())
+_REASONS = ("mask_off", "scaling_off")
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The file as arrays.
+    """The file as arrays, with a value for each block in the order of the model.
 
-    Attributes:
-        blocks: names, in the order of the model.
-        activations: the name of each block's activation.
-        thresholds: the bounds of each block's responsive regime; None for an activation without regimes.
-        mask_off: why the mask does not act on each block; empty where it acts.
-        scaling_off: why the steps of each block are not scaled; empty where they are.
-        steps: of the rows.
-        columns: by the names of `control.metrics`, each [steps, blocks]; NaN where a row has no value. Values are those
-            applied; values that were only followed have names that start with ``followed_``, also in runs of 0.1.
+    Columns have the names of `control.metrics` and the shape [steps, blocks], with NaN where a row has no value. Values
+    are those applied; values that were only followed have names that start with ``followed_``, also in runs of 0.1.
     """
 
     blocks: tuple[str, ...]
     activations: tuple[str, ...]
-    thresholds: tuple[tuple[float, float] | None, ...]
-    mask_off: tuple[str, ...]
-    scaling_off: tuple[str, ...]
+    thresholds: tuple[
+        tuple[float, float] | None, ...
+    ]  # of the responsive regime; None for an activation without regimes
+    mask_off: tuple[str, ...]  # why the mask does not act on a block; empty where it acts
+    scaling_off: tuple[str, ...]  # why the steps of a block are not scaled; empty where they are
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
 
@@ -55,22 +51,10 @@ class Gates:
         }
 
 
-class _Header(NamedTuple):
-    blocks: tuple[str, ...]
-    activations: tuple[str, ...]
-    thresholds: tuple[tuple[float, float] | None, ...]
-    # Absent from files of 0.1.
-    mask_off: tuple[str, ...] | None
-    scaling_off: tuple[str, ...] | None
-
-
 def read_gates(path: Path, settings: Mapping[str, Any], notices: list[str]) -> Gates | None:
     """Return the file's content; None where there is none or no row can be read.
 
-    Args:
-        path: of the file.
-        settings: the run's, which determine the controls that acted in a run of 0.1.
-        notices: gets a sentence on what is damaged.
+    The run's settings determine the controls that acted in a run of 0.1; damage adds a sentence to `notices`.
     """
     if not path.is_file():
         return None
@@ -79,42 +63,44 @@ def read_gates(path: Path, settings: Mapping[str, Any], notices: list[str]) -> G
     if header is None:
         notices.append("gates.jsonl: its first line is damaged, so it was left out.")
         return None
-    blocks, activations, thresholds, mask_off, scaling_off = header
-    rows = rows_by_step(lines, path.name, notices, lambda row: _is_whole(row, len(blocks)))
+    width = len(header["blocks"])
+    rows = rows_by_step(lines, path.name, notices, lambda row: _is_whole(row, width))
     if not rows:
         return None
-    if mask_off is None or scaling_off is None:
+    if "mask_off" not in header:
         recorded = [
             recorded_block(settings, activation, has_regimes=bounds is not None)
-            for activation, bounds in zip(activations, thresholds, strict=True)
+            for activation, bounds in zip(header["activations"], header["thresholds"], strict=True)
         ]
         rows = [applied_row(row, recorded) for row in rows]
-        mask_off, scaling_off = (tuple(block.mask_off for block in recorded), tuple(b.scaling_off for b in recorded))
+        header |= {name: tuple(getattr(block, name) for block in recorded) for name in _REASONS}
     steps = np.array([row["step"] for row in rows], dtype=np.int64)
     columns = {
-        name: np.array([row.get(name) or [None] * len(blocks) for row in rows], dtype=np.float64)
+        name: np.array([row.get(name) or [None] * width for row in rows], dtype=np.float64)
         for name in _COLUMNS
         if any(name in row for row in rows)
     }
-    return Gates(blocks, activations, thresholds, mask_off, scaling_off, steps, columns)
+    return Gates(**header, steps=steps, columns=columns)
 
 
-def _read_header(line: str) -> _Header | None:
+def _read_header(line: str) -> dict[str, Any] | None:
+    """Return the parts of the first line, one value for each block; without `_REASONS` where 0.1 wrote the file."""
     try:
         header = json.loads(line)
         count = len(header["blocks"])
-        bounds: Sequence[Any] = header.get("thresholds") or [None] * count
-        reasons = {"mask_off", "scaling_off"} <= header.keys()
-        result = _Header(
-            tuple(map(str, header["blocks"])),
-            tuple(map(str, header.get("activations") or [""] * count)),
-            tuple(None if pair is None or None in pair else (float(pair[0]), float(pair[1])) for pair in bounds),
-            tuple(map(str, header["mask_off"])) if reasons else None,
-            tuple(map(str, header["scaling_off"])) if reasons else None,
-        )
+        bounds = header.get("thresholds") or [None] * count
+        parts: dict[str, Any] = {
+            "blocks": tuple(map(str, header["blocks"])),
+            "activations": tuple(map(str, header.get("activations") or [""] * count)),
+            "thresholds": tuple(
+                None if not pair or None in pair else (float(pair[0]), float(pair[1])) for pair in bounds
+            ),
+        }
+        if header.keys() >= set(_REASONS):
+            parts |= {name: tuple(map(str, header[name])) for name in _REASONS}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
-    return result if count and all(len(part) == count for part in result if part is not None) else None
+    return parts if count and all(len(part) == count for part in parts.values()) else None
 
 
 def _is_whole(row: dict[str, Any], width: int) -> bool:

@@ -26,8 +26,7 @@ _ONE_OF_EACH = "One run of each arm; the results over all seeds are above."
 def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswer | None = None) -> Path:
     """Write the report of runs, or of a study with its answer, and return its path.
 
-    Raises:
-        NALoRAError: no run is given, plotly is not installed, or the file cannot be written or is not nalora's.
+    Raises NALoRAError if no run is given, plotly is not installed, or the file cannot be written or is not nalora's.
     """
     output = Path(output)
     outputs.refuse_foreign_files([output], outputs.is_page, option="--output", kind="a report")
@@ -41,11 +40,7 @@ def write_report(runs: Sequence[RunData], output: str | Path, answer: StudyAnswe
 
 
 def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
-    """Return the page.
-
-    Raises:
-        NALoRAError: no run is given, or plotly is not installed.
-    """
+    """Return the page; raise NALoRAError if no run is given, or plotly is not installed."""
     if not runs:
         raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
     runs = with_comparable_evaluations(runs)

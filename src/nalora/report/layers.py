@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 
 from nalora.report.capacity import Capacity
 from nalora.report.data import RunData
-from nalora.report.packing import largest, packed
 
 CHANNEL_MEASURES = ("D_sel", "flip", "kappa_drift", "D_EH", "D_EH_live", "mask")
 # Names that models give to the gate of a layer, the most specific first.
@@ -20,6 +20,12 @@ _GATES = ("gate_proj", "gate_up_proj", "w1", "wi_0", "wi", "fc1", "gate", "up_pr
 _ORDER = ("q", "k", "v", "qkv", "o", "out", "wi_0", "gate", "gate_up", "w1", "fc1", "wi", "wi_1", "up", "w3", "down",
           "fc2", "wo")  # fmt: skip
 Measures = dict[str, NDArray[np.float64]]
+
+
+def packed(values: Any) -> dict[str, Any]:
+    """Return an array as little-endian float32 in base64; NaN means no value."""
+    array = np.asarray(values, dtype="<f4")
+    return {"f32": base64.b64encode(array.tobytes()).decode("ascii"), "shape": list(array.shape)}
 
 
 def update_norms(capacity: Capacity, most: int) -> dict[str, Any]:
@@ -31,7 +37,7 @@ def update_norms(capacity: Capacity, most: int) -> dict[str, Any]:
     for modules in layers:
         gate = _gate_of(modules)
         rows = capacity.rows[modules[gate]] if gate else np.zeros(0)
-        numbers = largest(rows, most)
+        numbers = _largest(rows, most)
         channels.append({
             "kind": gate, "width": len(rows), "numbers": numbers.tolist() if len(numbers) < len(rows) else None,
             "norms": packed(rows[numbers]),
@@ -60,9 +66,9 @@ def channel_measures(run: RunData, blocks: list[str], capacity: Capacity | None,
         gate = _gate_of(projections)
         norms = capacity.rows[projections[gate]] if capacity and gate else np.zeros(0)
         width = order.shape[1]
-        numbers = largest(np.nansum(order, axis=0), most // 2 if len(norms) == width else most)
+        numbers = _largest(np.nansum(order, axis=0), most // 2 if len(norms) == width else most)
         if len(norms) == width:
-            numbers = np.union1d(numbers, largest(norms, most // 2))
+            numbers = np.union1d(numbers, _largest(norms, most // 2))
         layers.append({
             "numbers": numbers.tolist(), "width": width,
             "measures": {name: packed(measures[name][:, numbers].T) for name in CHANNEL_MEASURES if name in measures},
@@ -89,6 +95,11 @@ def _read_channels(run: RunData, blocks: Sequence[str]) -> list[Measures] | None
         if block in by_block and tensor.ndim == 2:
             by_block[block][measure] = tensor.astype(np.float64)
     return [by_block[block] for block in blocks] if any(by_block.values()) else None
+
+
+def _largest(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Return the indices of the `most` largest values, in rising order."""
+    return np.sort(np.argsort(-values, kind="stable")[:most])
 
 
 def _gate_of(modules: dict[str, str]) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nalora.control.recorded import named_activation
 from nalora.report.charts import (
@@ -22,9 +24,8 @@ from nalora.report.charts import (
 )  # fmt: skip
 from nalora.report.data import RunData
 from nalora.report.gates import Gates
-from nalora.report.layers import CHANNEL_MEASURES, channel_measures, update_norms
+from nalora.report.layers import CHANNEL_MEASURES, channel_measures, packed, update_norms
 from nalora.report.naming import layer_labels
-from nalora.report.packing import finite, kept_rows, packed
 from nalora.report.sentences import LOSS, score
 
 _GATE_COLUMNS = (*HEAT_MAPS, *SCALES)
@@ -42,19 +43,12 @@ _CURVE_POINTS = 241
 
 
 class Sizes(NamedTuple):
-    """How much of every run the page holds, so that its size is limited for any number of runs.
+    """How much of every run the page holds, so that its size is limited for any number of runs."""
 
-    Attributes:
-        points: of a training curve.
-        columns: steps of gates.jsonl.
-        norms: channels of a layer whose update is shown.
-        channels: channels of a layer whose measures are shown.
-    """
-
-    points: int
-    columns: int
-    norms: int
-    channels: int
+    points: int  # of a training curve
+    columns: int  # steps of gates.jsonl
+    norms: int  # channels of a layer whose update is shown
+    channels: int  # channels of a layer whose measures are shown
 
 
 def sizes(runs: Sequence[RunData]) -> Sizes:
@@ -95,11 +89,16 @@ def _run(run: RunData, most: Sizes) -> dict[str, Any]:
     }
 
 
+def _kept_rows(count: int, most: int) -> NDArray[np.int64]:
+    """Return the rows to show of `count`: all, or evenly spaced ones with the first and the last."""
+    return np.arange(count) if count <= most else np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
+
+
 def _line(chart: LineChart, run: RunData, most: int) -> dict[str, Any] | None:
     line = chart.read(run)
     if line is None:
         return None
-    rows = kept_rows(len(line.y), most)
+    rows = _kept_rows(len(line.y), most)
     window = window_of(chart, line)
     return {
         "x": line.x if isinstance(line.x, list) else packed(line.x[rows]),
@@ -112,14 +111,14 @@ def _line(chart: LineChart, run: RunData, most: int) -> dict[str, Any] | None:
 def _scores(summary: dict[str, Any]) -> dict[str, Any]:
     """Return every measure with its interval, the loss of the right answers under its name in tables."""
     return {
-        name: {"value": finite(measured.value), "interval": finite(measured.interval)}
+        name: {"value": measured.value, "interval": measured.interval}
         for name in (*summary["measures"], LOSS)
         if (measured := score(summary, name))
     }
 
 
 def _gates(gates: Gates, most: int) -> dict[str, Any]:
-    rows = kept_rows(len(gates.steps), most)
+    rows = _kept_rows(len(gates.steps), most)
     return {
         "labels": layer_labels(gates.blocks),
         "activations": gates.activations,
@@ -151,14 +150,14 @@ def _diagnosis(run: RunData, most_channels: int) -> dict[str, Any] | None:
     return {
         "labels": _labels(blocks),
         "activations": [str(block.get("activation")) for block in blocks],
-        "thresholds": [finite([block.get("lower"), block.get("upper")]) for block in blocks],
+        "thresholds": [[block.get("lower"), block.get("upper")] for block in blocks],
         "ends": [[interval["from"], interval["to"]] for interval in diagnosis["intervals"]],
         "measures": {name: packed(measure_table(run, name).T) for name in MEASURES},
         **{
-            key: {name: finite((diagnosis.get(key) or {}).get(name)) for name in MEASURES}
+            key: {name: (diagnosis.get(key) or {}).get(name) for name in MEASURES}
             for key in ("first_to_last", "cumulative")
         },
-        "histogram": finite(diagnosis["histogram"]),
+        "histogram": diagnosis["histogram"],
         "channels": channel_measures(run, [str(block.get("name")) for block in blocks], run.capacity[0], most_channels),
     }
 
@@ -167,7 +166,7 @@ def _mismatch(mismatch: dict[str, Any] | None) -> dict[str, Any] | None:
     if mismatch is None:
         return None
     keys = ("energy", "share", "bound", "mask", "top_channels")
-    return {"labels": _labels(mismatch["blocks"]), **{key: finite(mismatch.get(key)) for key in keys}}
+    return {"labels": _labels(mismatch["blocks"]), **{key: mismatch[key] for key in keys}}
 
 
 def _labels(blocks: Sequence[dict[str, Any]]) -> list[str]:

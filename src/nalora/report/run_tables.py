@@ -19,11 +19,7 @@ from nalora.report.tables import measures_of as recorded
 
 
 def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
-    """Write tables.md and tables.tex.
-
-    Raises:
-        NALoRAError: one of them is a file that nalora did not write.
-    """
+    """Write tables.md and tables.tex; raise NALoRAError if one of them is a file that nalora did not write."""
     refuse_foreign_tables(folder)
     files = table_files(folder)
     tables = run_tables(runs)
@@ -36,11 +32,7 @@ def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
 
 
 def refuse_foreign_tables(folder: Path) -> None:
-    """Refuse a folder that is a symbolic link, or in which the tables would overwrite files of others.
-
-    Raises:
-        NALoRAError: it is, or they would.
-    """
+    """Raise NALoRAError if the folder is a symbolic link, or the tables would overwrite files of others."""
     outputs.refuse_linked_folder(folder, option="--tables")
     outputs.refuse_foreign_files(table_files(folder), outputs.is_text, option="--tables", kind="a table")
 

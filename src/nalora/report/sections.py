@@ -28,16 +28,12 @@ def scores(runs: Sequence[RunData]) -> str:
         measures = measures_of(runs, task)
         bases = [(f"base: {run.model}", base_summary(runs, run, task)) for run in runs]
         adapted = [(run.name, run.evaluations.get(task, {}).get("adapted")) for run in runs]
-        rows = [
-            [[name, *_cells(evaluated, measures)] for name, evaluated in models if evaluated is not None]
+        base_rows, rows = (
+            [(name, *_cells(evaluated, measures)) for name, evaluated in models if evaluated is not None]
             for models in (bases, adapted)
-        ]
-        unique = [row for i, row in enumerate(rows[0]) if row not in rows[0][:i]]
-        tables.append(
-            table(
-                ["model", *measures, "questions"], [*unique, *rows[1]], f"{task}: value and 95 % interval", numbers=True
-            )
         )
+        rows = [*dict.fromkeys(base_rows), *rows]
+        tables.append(table(["model", *measures, "questions"], rows, f"{task}: value and 95 % interval", numbers=True))
     return "".join(tables)
 
 

@@ -11,7 +11,6 @@ from nalora.evaluation.intervals import Interval
 from nalora.evaluation.significance import FEWEST_SEEDS, Estimate, compare_estimates, compare_methods
 from nalora.report.data import RunData
 from nalora.report.naming import row_labels, seed_of
-from nalora.report.packing import plain
 from nalora.report.tables import lower_is_better
 
 LOSS = "loss of the answers"
@@ -42,8 +41,13 @@ def score(summary: dict[str, Any] | None, measure: str) -> Score | None:
     if measured is None:
         return None
     ends = measured.get("binomial") or measured.get("bootstrap")
-    interval = Interval(*(plain(float(end)) for end in ends)) if ends else None
-    return Score(plain(float(measured["value"])), interval, bool(measured.get("binomial")))
+    interval = Interval(*map(_rounded, ends)) if ends else None
+    return Score(_rounded(measured["value"]), interval, bool(measured.get("binomial")))
+
+
+def _rounded(value: float) -> float:
+    """Return the value with six digits; below 1e-12, the size of rounding errors, it is 0."""
+    return 0.0 if abs(value) < 1e-12 else float(f"{value:.6g}")
 
 
 def base_summary(runs: Sequence[RunData], run: RunData, task: str) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 from nalora.evaluation.significance import Comparison
 from nalora.files import outputs
 from nalora.report import sections
-from nalora.report.packing import finite
 from nalora.report.tables import Table, escape_markdown, markdown
 
 # Infinite where a run diverged, "missing" where it failed, None where it has not finished yet.
@@ -29,37 +28,21 @@ class LostRun(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """The results of one combination of a study's settings.
+    """The results of one combination of a study's settings."""
 
-    Attributes:
-        settings: the combination; empty where the study has only one.
-        table: means over seeds.
-        sentences: the conclusions, and why a comparison is not made.
-        notes: limitations: chosen rates at the end of their grid, missing runs.
-        screening: validation losses by arm and learning rate.
-        rates: the learning rate chosen for each arm.
-        comparisons: with the baseline, by measure.
-        controls: comparisons with an arm's controls, by measure; corrected as a separate family.
-        missing: arms without all of their runs.
-        at_the_end: arms whose chosen learning rate is the lowest or the highest tried.
-        dropped: of each arm, the rates trained with one screening seed only.
-        lost: the failed runs of each arm that has any.
-        shown: the key of the run that represents each arm in a report.
-    """
-
-    settings: Mapping[str, Any]
-    table: Table
-    sentences: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    screening: Mapping[str, Mapping[float, Loss]] = field(default_factory=dict)
-    rates: Mapping[str, float | None] = field(default_factory=dict)
-    comparisons: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
-    controls: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)
-    missing: Sequence[str] = ()
-    at_the_end: Sequence[str] = ()
-    dropped: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    lost: Mapping[str, Sequence[LostRun]] = field(default_factory=dict)
-    shown: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any]  # the combination; empty where the study has only one
+    table: Table  # means over seeds
+    sentences: Sequence[str] = ()  # the conclusions, and why a comparison is not made
+    notes: Sequence[str] = ()  # limitations: chosen rates at the end of their grid, missing runs
+    screening: Mapping[str, Mapping[float, Loss]] = field(default_factory=dict)  # validation losses by arm and rate
+    rates: Mapping[str, float | None] = field(default_factory=dict)  # the learning rate chosen for each arm
+    comparisons: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)  # with the baseline, by measure
+    controls: Mapping[str, Sequence[Comparison]] = field(default_factory=dict)  # corrected as a separate family
+    missing: Sequence[str] = ()  # arms without all of their runs
+    at_the_end: Sequence[str] = ()  # arms whose chosen learning rate is the lowest or the highest tried
+    dropped: Mapping[str, Sequence[float]] = field(default_factory=dict)  # rates trained with one screening seed only
+    lost: Mapping[str, Sequence[LostRun]] = field(default_factory=dict)  # the failed runs of each arm that has any
+    shown: Mapping[str, str] = field(default_factory=dict)  # the key of the run that represents each arm in a report
 
     @property
     def heading(self) -> str:
@@ -128,19 +111,12 @@ class AnswerPart:
 
 @dataclass(frozen=True)
 class StudyAnswer:
-    """The results of a study.
-
-    Attributes:
-        name: of the study.
-        baseline: the arm that the others are compared with.
-        parts: one for each combination of settings.
-        question: the description in the study's file.
-    """
+    """The results of a study: a part for each combination of its settings."""
 
     name: str
-    baseline: str
+    baseline: str  # the arm that the others are compared with
     parts: Sequence[AnswerPart]
-    question: str = ""
+    question: str = ""  # the description in the study's file
 
     def arms(self) -> list[str]:
         """Return the names of all arms."""
@@ -182,10 +158,10 @@ def _charts(part: AnswerPart, places: count[int]) -> dict[str, Any]:
     )
     return {
         "heading": part.heading,
-        "rates": finite(dict(part.rates)),
+        "rates": dict(part.rates),
         "shown": {arm: next(places) for arm in part.shown},
         "screening": {
-            arm: [[rate, None if loss == "missing" else finite(loss)] for rate, loss in by_rate.items()]
+            arm: [[rate, None if loss == "missing" else loss] for rate, loss in by_rate.items()]
             for arm, by_rate in part.screening.items()
         },
         "differences": differences,
@@ -196,6 +172,6 @@ def _charts(part: AnswerPart, places: count[int]) -> dict[str, Any]:
 
 def _difference(comparison: Comparison) -> dict[str, Any]:
     return {
-        "arm": comparison.method, "control": comparison.baseline, "value": finite(comparison.difference),
-        "interval": finite(comparison.interval), "seeds": comparison.seeds, "verdict": comparison.verdict,
+        "arm": comparison.method, "control": comparison.baseline, "value": comparison.difference,
+        "interval": comparison.interval, "seeds": comparison.seeds, "verdict": comparison.verdict,
     }  # fmt: skip

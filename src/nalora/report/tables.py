@@ -40,23 +40,13 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """One measure.
+    """One measure."""
 
-    Attributes:
-        measure: its name in the records.
-        title: of the column; the name where empty.
-        lower: whether lower is better; None judges by the name (loss, perplexity, seconds, memory, …).
-        scale: a factor of the values, 100 for a share in percent.
-        ranked: False for a measure that is neither good nor bad: no arrow, no marks.
-        decimals: None gives the largest mean four digits, and no value more than four decimals.
-    """
-
-    measure: str
-    title: str = ""
-    lower: bool | None = None
-    scale: float = 1.0
-    ranked: bool = True
-    decimals: int | None = None
+    measure: str  # its name in the records
+    title: str = ""  # of the column; the name where empty
+    lower: bool | None = None  # whether lower is better; None judges by the name (loss, seconds, memory, …)
+    scale: float = 1.0  # a factor of the values, 100 for a share in percent
+    ranked: bool = True  # False for a measure that is neither good nor bad: no arrow, no marks
 
     @property
     def lower_is_better(self) -> bool:
@@ -95,22 +85,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, one per column, and a caption that explains them.
-
-    Attributes:
-        seeds: the number of seeds of every cell in the compared rows; None where it differs.
-        unranked: the rows that are not compared.
-    """
+    """Rows of cells, one per column, and a caption that explains them."""
 
     columns: Sequence[Column]
     rows: Mapping[str, Sequence[Cell]]
     caption: str
-    seeds: int | None
-    unranked: Collection[str]
+    seeds: int | None  # of every cell in the compared rows; None where it differs
+    unranked: Collection[str]  # the rows that are not compared
 
     def texts(self) -> list[tuple[str, list[tuple[str, Mark]]]]:
         """Return every row's label, and the text and mark of its cells."""
-        decimals = [_decimals(column, [row[i] for row in self.rows.values()]) for i, column in enumerate(self.columns)]
+        decimals = [_decimals([row[i] for row in self.rows.values()]) for i in range(len(self.columns))]
         result = []
         for label, cells in self.rows.items():
             # A row that is shown for reference, such as the base model, has no seeds.
@@ -127,16 +112,10 @@ def tabulate(
     unranked: Collection[str] = (),
     title: str = "",
 ) -> Table:
-    """Return the table of these records, rows in order of first appearance.
+    """Return the table of these records of runs, rows and (by default) columns in order of first appearance.
 
-    Args:
-        records: one for every run.
-        columns: the measures; all of them in order of first appearance where None.
-        unranked: labels of rows that are shown but not compared, such as the base model or another rank.
-        title: the start of the caption.
-
-    Raises:
-        NALoRAError: two records have the same label, seed and measure.
+    Rows in `unranked` are shown but not compared, such as the base model or another rank. The title starts the caption.
+    Raises NALoRAError if two records have the same label, seed and measure.
     """
     if columns is None:
         columns = [Column(name) for name in measures_of(records)]
@@ -267,9 +246,8 @@ def _legend(rows: Mapping[str, Sequence[Cell]], columns: Sequence[Column], undec
     return f"Bold: significantly better than every other row{second} {_TEST}.{columnwise}{unmarked}"
 
 
-def _decimals(column: Column, cells: Sequence[Cell]) -> int:
-    if column.decimals is not None:
-        return column.decimals
+def _decimals(cells: Sequence[Cell]) -> int:
+    """Return the number that gives the largest mean four digits, and at most four."""
     largest = max((abs(cell.mean) for cell in cells if math.isfinite(cell.mean)), default=0.0)
     return min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest else 1
 
