@@ -69,13 +69,13 @@ def take_all(chromium: Any, report: Path, pictures: Sequence[tuple[str, str, int
 
 
 def take(page: Any, place: str, target: Path) -> bool:
-    """Scroll there, wait until every chart in sight is drawn, and take the picture; False where nothing is there."""
+    """Scroll to the place, wait until its charts are drawn, and take the picture; return False if it is not visible."""
     page.wait_for_function("window.Plotly")
     if not page.locator(place).is_visible():
         return False
-    # Charts above take their height only once they were in sight, so the way there is gone twice.
+    # Charts above get their height when they are first visible, so scroll twice.
     for _ in range(2):
-        page.locator(place).evaluate("each => each.scrollIntoView({block: 'start', behavior: 'instant'})")
+        page.locator(place).evaluate("element => element.scrollIntoView({block: 'start', behavior: 'instant'})")
         page.wait_for_timeout(1500)
     FIGURES.mkdir(exist_ok=True)
     page.screenshot(path=target)

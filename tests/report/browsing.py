@@ -1,4 +1,4 @@
-"""A real browser for the tests, and what a person does with it."""
+"""A real browser for the tests, with the actions of a user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def installed_browser() -> str:
-    """The path of a browser; the test is skipped, saying what to install, where there is none."""
+    """Return the path of a browser; without one, skip the test and name the package to install."""
     pytest.importorskip("playwright", reason="pip install playwright, to look at reports in a browser")
     for name in BROWSERS:
         if found := shutil.which(name):
@@ -21,7 +21,7 @@ def installed_browser() -> str:
 
 
 class Visit:
-    """A page that was opened, with everything it complained of and asked for."""
+    """An open page, with its console messages and requests."""
 
     def __init__(self, browser, path, **options) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1600, "height": 1000}} | options)
@@ -41,12 +41,12 @@ class Visit:
             route.abort()
 
     def charts(self) -> list[str]:
-        """The charts' ids, in the page's order."""
+        """Return the ids of the charts, in the page's order."""
         self.page.wait_for_function("window.Plotly")
         return self.page.evaluate("[...document.querySelectorAll('figure')].map(f => f.id.replace('chart-', ''))")
 
     def show(self, chart: str):
-        """Scroll to a chart and wait until it is drawn or says why not; its element."""
+        """Scroll to a chart, wait until it is drawn or shows a reason, and return its element."""
         self.page.locator(f"#chart-{chart}").evaluate("f => f.scrollIntoView({block: 'center', behavior: 'instant'})")
         self.page.wait_for_function(
             "id => { const f = document.getElementById('chart-' + id);"
@@ -56,7 +56,7 @@ class Visit:
         return self.page.locator(f"#plot-{chart}")
 
     def traces(self, chart: str) -> list[dict]:
-        """What is drawn: name, type, x, y and z of every trace."""
+        """Return name, type, x, y and z of every trace."""
         self.show(chart)
         code = """id => { const plot = document.getElementById('plot-' + id);
             const list = (v) => v === undefined ? null : Array.from(v, (e) => e && e.length !== undefined
@@ -66,7 +66,7 @@ class Visit:
         return json.loads(self.page.evaluate(code, chart))
 
     def hover(self, chart: str, x, y) -> str:
-        """Point at a place given in the chart's own numbers; what the label says."""
+        """Hover over a place given in the chart's coordinates, and return the label's text."""
         self.show(chart)
         place = self.page.evaluate(
             """([id, x, y]) => { const plot = document.getElementById('plot-' + id), box = plot.getBoundingClientRect();
@@ -75,7 +75,7 @@ class Visit:
             [chart, x, y],
         )
         label = f"#plot-{chart} .hoverlayer .hovertext"
-        self.page.mouse.move(1, 1)  # away, so that no label of before is read
+        self.page.mouse.move(1, 1)  # away, so that no earlier label is read
         self.page.wait_for_function("label => !document.querySelector(label)", arg=label)
         self.page.mouse.move(place[0] - 2, place[1])
         self.page.mouse.move(*place)
@@ -93,7 +93,7 @@ def a_browser():
 
     path = installed_browser()
     with sync_playwright() as playwright:
-        # No sandbox: it cannot be had as root in a container, and the page is our own.
+        # No sandbox: it is not available to root in a container, and the page is trusted.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             yield browser

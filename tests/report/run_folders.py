@@ -44,7 +44,7 @@ def write_run(
     header: dict | None = None,
     **settings,
 ) -> Path:
-    """A finished run; what is left out is as if it had never been asked for."""
+    """Write a finished run; omitted parts are absent, as if their command had not been run."""
     draw = np.random.default_rng(seed)
     run = folder / name
     run.mkdir(parents=True)
@@ -89,7 +89,7 @@ def summary(right: int, of: int = 100) -> dict:
 
 
 def write_gates(path: Path, steps: int, layers: int, draw, more: dict) -> None:
-    """As 0.1 wrote it, unless `more` has what later versions write into its first line."""
+    """Write the file of version 0.1, unless `more` adds the fields of later versions to the first line."""
     header = {"blocks": block_names(layers), "activations": ["silu"] * layers, "thresholds": [[LOWER, UPPER]] * layers}
     header |= more
     depth, start = np.linspace(0, 1, layers), draw.random(layers) * 0.04

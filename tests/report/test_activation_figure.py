@@ -1,4 +1,4 @@
-"""The drawing of an activation: its curves are the activation's, its points are marked where they are."""
+"""The figure of an activation shows its curves and its characteristic points."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_points_are_marked_and_named(name, marks):
     assert any("κ's maximum" in text for text in texts(figure))
 
 
-def test_relu_has_none_and_says_so():
+def test_relu_has_no_points_and_a_notice():
     figure = activation_figure(get("relu"))
     assert any("no characteristic points" in text for text in texts(figure))
     kappa = next(line for line in figure.axes[1].get_lines() if line.get_label().startswith("κ"))
@@ -89,8 +89,8 @@ def test_the_page_about_activations_has_the_points(known):
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu"])
-def test_the_pages_drawings_are_of_today(name, tmp_path):
-    """By their words: coordinates may differ in the last digit between versions of matplotlib."""
+def test_the_figures_of_the_documentation_are_current(name, tmp_path):
+    """Only texts are compared: coordinates may differ in the last digit between versions of matplotlib."""
     kept = Path(__file__).parents[2] / "docs" / "figures" / f"{name}.svg"
     drawn = draw_activation(get(name), tmp_path)[1]
     assert svg_words(kept) == svg_words(drawn)

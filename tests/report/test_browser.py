@@ -1,4 +1,4 @@
-"""The page in a real browser, as its reader has it."""
+"""The page in a real browser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two NA-LoRA runs with everything and a LoRA run."""
+    """Two complete NA-LoRA runs and a LoRA run."""
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder, name="first", mismatch=True, channels=True)
     write_run(folder, name="second", seed=1)
@@ -48,11 +48,11 @@ def gate_rows(run):
 
 
 def number_in(label: str, before: str) -> float:
-    """The number that follows some words."""
+    """Return the number that follows a text."""
     return float(re.search(re.escape(before) + r"\s*([+−-]?[\d.]+(?:e[+−-]?\d+)?)", label)[1].replace("−", "-"))
 
 
-def test_every_chart_draws_what_it_is_given(visit):
+def test_every_chart_is_drawn(visit):
     charts = visit.charts()
     assert len(charts) == 22
     for chart in charts:
@@ -106,7 +106,7 @@ def test_hovering_channels_and_intervals_shows_their_values(visit, folder):
     assert number_in(label, "accuracy") == pytest.approx(scores["value"], rel=1e-5)
 
 
-def test_choosing_a_layer_changes_the_charts(visit, folder):
+def test_selecting_a_layer_changes_the_charts(visit, folder):
     rows = gate_rows(folder / "first")
     charts = ("scales", "moved-layer", "channels", "kappa")
     before = {chart: visit.traces(chart) for chart in charts}
@@ -118,14 +118,14 @@ def test_choosing_a_layer_changes_the_charts(visit, folder):
         assert "layer 3" in visit.page.locator(f"#chart-{chart} h3").inner_text().lower()
 
 
-def test_clicking_a_heat_map_chooses_its_layer(visit):
+def test_clicking_a_heat_map_selects_its_layer(visit):
     visit.hover("p_sup", 10, "2")
     visit.page.mouse.down()
     visit.page.mouse.up()
     assert visit.page.locator("#layer").input_value() == "2"
 
 
-def test_choosing_runs_changes_the_charts(visit):
+def test_selecting_runs_changes_the_charts(visit):
     assert [trace["name"] for trace in visit.traces("loss")] == ["first", "second", "third"]
     visit.page.locator("#run-1").uncheck()
     assert [trace["name"] for trace in visit.traces("loss")] == ["first", "third"]
@@ -144,7 +144,7 @@ def test_the_run_in_detail_changes_the_heat_maps(visit, folder):
     assert "lora does not steer gates" in visit.page.locator("#chart-p_sup .note").inner_text()
 
 
-def test_heat_maps_show_the_change_when_asked(visit, folder):
+def test_heat_maps_can_show_the_change(visit, folder):
     visit.page.locator("#mode").select_option("change")
     rows = gate_rows(folder / "first")
     expected = [row["p_pos"][3] - rows[0]["p_pos"][3] for row in rows]
@@ -153,7 +153,7 @@ def test_heat_maps_show_the_change_when_asked(visit, folder):
     assert number_in(label, "positive share") == rows[-1]["p_pos"][3]
 
 
-def test_a_channel_can_be_followed(visit, folder):
+def test_a_channel_can_be_selected(visit, folder):
     norms = read_capacity(read_run(folder / "first"))[0].rows["model.layers.0.mlp.gate_proj"]
     visit.show("channels")
     said = visit.page.locator("#chart-channels figcaption p")
@@ -208,7 +208,7 @@ def test_the_page_fits_the_screen(browser, folder, width):
 
 
 @pytest.mark.parametrize("touch", [False, True], ids=["mouse", "touch"])
-def test_the_zoom_bar_is_where_something_can_hover(browser, folder, touch):
+def test_the_zoom_bar_needs_a_pointer_that_hovers(browser, folder, touch):
     visit = Visit(browser, folder / "report.html", is_mobile=touch, has_touch=touch)
     assert visit.page.evaluate("matchMedia('(hover: none)').matches") is touch
     assert visit.show("loss").locator(".modebar-btn").count() == (0 if touch else 3)
@@ -227,7 +227,7 @@ def test_dark_is_dark_and_the_button_changes_it(browser, folder):
     visit.context.close()
 
 
-def test_print_is_light_whole_and_without_controls(browser, folder):
+def test_print_is_light_complete_and_without_controls(browser, folder):
     visit = Visit(browser, folder / "report.html", color_scheme="dark")
     visit.charts()
     visit.page.emulate_media(media="print", color_scheme="dark")
@@ -239,7 +239,7 @@ def test_print_is_light_whole_and_without_controls(browser, folder):
     assert not visit.page.locator("nav").is_visible()
     assert visit.page.get_by_text(
         "batch_size", exact=True
-    ).first.is_visible()  # what is folded on the screen is printed
+    ).first.is_visible()  # sections that are closed on the screen are printed
     widths = visit.page.evaluate("[...document.querySelectorAll('.plot:not([hidden])')].map(p => p._fullLayout.width)")
     assert max(widths) <= 700  # an A4 page between its margins
     assert visit.page.pdf(format="A4").startswith(b"%PDF")
@@ -265,18 +265,18 @@ def test_partial_runs_have_notices_in_place_of_charts(browser, tmp_path, what):
     if (run / "metrics.jsonl").is_file():
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 21, "lo')
-    _every_chart_draws_or_says_why(browser, write_report([read_run(run)], tmp_path / "report.html"))
+    _every_chart_is_drawn_or_explained(browser, write_report([read_run(run)], tmp_path / "report.html"))
 
 
 def test_runs_that_cannot_be_compared_still_make_a_page(browser, tmp_path):
     write_run(tmp_path, name="small", layers=2)
     write_run(tmp_path, name="large", layers=6, model="another", task="another", gates=False)
     write_run(tmp_path, name="full", method="full", gates=False, diagnosis=False, adapter=False, evaluated=False)
-    visit = _every_chart_draws_or_says_why(browser, write_report(read_runs([tmp_path]), tmp_path / "report.html"))
+    visit = _every_chart_is_drawn_or_explained(browser, write_report(read_runs([tmp_path]), tmp_path / "report.html"))
     assert "cannot be compared" in visit
 
 
-def _every_chart_draws_or_says_why(browser, report) -> str:
+def _every_chart_is_drawn_or_explained(browser, report) -> str:
     visit = Visit(browser, report)
     for detail in visit.page.locator("#detail option").all():
         if visit.page.locator("#detail").is_visible():
@@ -298,12 +298,12 @@ def ten_long_runs(tmp_path_factory):
     first = write_run(folder, name="run-0", steps=3000, layers=32, width=2048, channels=True)
     for seed in range(1, 10):
         run = write_run(folder, name=f"run-{seed}", seed=seed, steps=3000, layers=32, width=2048, gates=False)
-        shutil.copy(first / "gates.jsonl", run / "gates.jsonl")  # writing it takes longer than all the rest
+        shutil.copy(first / "gates.jsonl", run / "gates.jsonl")  # writing it would take most of the time
     return write_report(read_runs([folder]), folder / "report.html")
 
 
-def test_ten_long_runs_stay_small_and_open_as_one_short_one_does(browser, ten_long_runs, tmp_path):
-    """Whatever else this machine does: most of the time until the first chart is plotly.js being read, in any page."""
+def test_ten_long_runs_are_small_and_open_as_fast_as_a_short_one(browser, ten_long_runs, tmp_path):
+    """Relative times, since most of the time until the first chart is the parsing of plotly.js, in any page."""
     assert ten_long_runs.stat().st_size < 15e6
     write_run(tmp_path, name="short", steps=20)
     short = write_report(read_runs([tmp_path]), tmp_path / "report.html")
@@ -317,7 +317,7 @@ def test_ten_long_runs_show_their_first_chart_within_two_seconds(browser, ten_lo
 
 
 def _seconds_until_first_chart(browser, path):
-    """Processor time of the page's own process; a clock on the wall would measure what else runs here too."""
+    """Return the processor time of the page's process; wall-clock time would include other processes."""
     context = browser.new_context(viewport={"width": 1600, "height": 1000})
     page = context.new_page()
     session = context.new_cdp_session(page)

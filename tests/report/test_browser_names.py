@@ -1,4 +1,4 @@
-"""Names with markup, and long ones, in a real browser: shown as they are, nothing to click, nothing out of place."""
+"""Names with markup, and long ones, in a real browser: shown literally, without links, within the window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWITCHED_OFF = {"mask_off": [""] * 3, "scaling_off": ["switched off"] * 3}
 
 
 def problems_of(visit):
-    """Without plotly's note that it settled on a margin for long labels after a few tries."""
+    """Return the problems without plotly's message on automatic margins for long labels."""
     return [problem for problem in visit.problems if "auto-margin" not in problem]
 
 
@@ -70,7 +70,7 @@ def visit(browser, page):
     assert [url for url in visit.requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
-def test_no_chart_and_no_text_has_an_element_of_a_name(visit):
+def test_no_name_creates_an_element(visit):
     for chart in visit.charts():
         visit.show(chart)
     found = visit.page.evaluate("""[...document.querySelectorAll('a, b, i, [href], [*|href]')]
@@ -81,7 +81,7 @@ def test_no_chart_and_no_text_has_an_element_of_a_name(visit):
     assert visit.page.evaluate("[...document.querySelectorAll('tspan')].filter(t => t.style.fontWeight).length") == 0
 
 
-def test_labels_of_charts_show_names_as_they_are(visit):
+def test_labels_of_charts_show_names_literally(visit):
     visit.show("difference-0-0")
     texts = "[...document.querySelectorAll('#plot-difference-0-0 .ytick text')].map(t => t.textContent)"
     shown = visit.page.evaluate(texts)
@@ -95,10 +95,10 @@ def test_labels_of_charts_show_names_as_they_are(visit):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_the_hover_label_has_the_whole_name(visit, place):
+def test_the_hover_label_has_the_full_name(visit, place):
     name = NAMES[place]
     short = json.loads(visit.page.locator("#data").text_content())["labels"][name]
-    # The axis holds the label as plotly gets it, in lines.
+    # The axis has the label as passed to plotly, in lines.
     lines = [short[i : i + 26] for i in range(0, len(short), 26)]
     category = "<br>".join(html.escape(line, quote=False).replace("%{", "%&#123;") for line in lines)
     text = visit.hover("difference-0-0", 0.1 * place, category)
@@ -108,7 +108,7 @@ def test_the_hover_label_has_the_whole_name(visit, place):
     assert box["x"] + box["width"] <= 1600
 
 
-def test_a_curve_is_named_whole_where_it_is_pointed_at(visit):
+def test_the_hover_label_of_a_curve_has_the_full_name(visit):
     rows = visit.traces("loss")
     assert len(rows) == 3
     label = visit.hover("loss", rows[0]["x"][2], rows[0]["y"][2])
@@ -135,7 +135,7 @@ def test_nothing_is_wider_than_the_window(browser, page, width):
 
 
 def test_scales_that_do_not_act_are_not_drawn(visit):
-    """The second run's scaling is switched off: its lines are missing and a sentence says why."""
+    """The second run's scaling is switched off: it has no lines, and a sentence gives the reason."""
     visit.show("scales")
     traces = visit.traces("scales")
     assert len(traces) == 6
@@ -143,7 +143,7 @@ def test_scales_that_do_not_act_are_not_drawn(visit):
     assert "are not scaled (switched off)" in note
 
 
-def test_the_note_on_dead_gates_stands_with_d_eh(visit):
+def test_the_note_on_dead_gates_is_shown_for_d_eh(visit):
     visit.page.locator("#measure").select_option("D_EH")
     visit.show("moved-heat")
     assert "closed gates can carry nearly all of D_EH" in visit.page.locator("#chart-moved-heat .thin").inner_text()

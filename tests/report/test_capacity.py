@@ -1,4 +1,4 @@
-"""The size of an update, against the update built whole."""
+"""The norms of an update equal those of the computed product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from report.run_folders import write_run
 
 
 def saved(tmp_path, **lora):
-    """A run whose adapter PEFT saved, and what PEFT adds to every weight."""
+    """Return a run whose adapter PEFT saved, and PEFT's update of every weight."""
     run = write_run(tmp_path, adapter=False)
     model = tiny.llama(torch.float32, **lora)
     model.save_pretrained(run / "adapter")
@@ -37,7 +37,7 @@ def saved(tmp_path, **lora):
     ],
     ids=["plain", "rslora", "patterns"],
 )
-def test_norms_are_those_of_what_peft_adds(tmp_path, lora):
+def test_norms_equal_those_of_pefts_update(tmp_path, lora):
     run, deltas = saved(tmp_path, **lora)
     capacity, said = read_capacity(read_run(run))
     assert said == ""
@@ -47,7 +47,7 @@ def test_norms_are_those_of_what_peft_adds(tmp_path, lora):
         np.testing.assert_allclose(capacity.rows[name], delta.norm(dim=1).numpy(), rtol=1e-4, atol=1e-7)
 
 
-def test_a_block_holds_its_projections(tmp_path):
+def test_a_block_has_its_projections(tmp_path):
     run, _ = saved(tmp_path)
     capacity, _ = read_capacity(read_run(run))
     assert set(capacity.of_block("base_model.model.model.layers.1.mlp")) == {"gate_proj", "up_proj", "down_proj"}
@@ -65,7 +65,7 @@ def test_layers_are_in_the_order_of_the_model(tmp_path):
     assert numbers == sorted(numbers)
 
 
-def test_a_run_that_trained_the_model_itself_says_so(tmp_path):
+def test_a_run_without_adapter_has_a_reason(tmp_path):
     run = write_run(tmp_path, method="full", adapter=False)
     (run / "model").mkdir()
     capacity, said = read_capacity(read_run(run))
@@ -73,13 +73,13 @@ def test_a_run_that_trained_the_model_itself_says_so(tmp_path):
     assert "trained the model itself" in said
 
 
-def test_no_adapter_yet_says_so(tmp_path):
+def test_an_adapter_not_saved_yet_is_the_reason(tmp_path):
     capacity, said = read_capacity(read_run(write_run(tmp_path, adapter=False)))
     assert capacity is None
     assert "No adapter was saved yet" in said
 
 
-def test_dora_says_what_is_not_measured(tmp_path):
+def test_dora_has_a_remark(tmp_path):
     run, _ = saved(tmp_path, use_dora=True)
     capacity, said = read_capacity(read_run(run))
     assert capacity.modules
@@ -87,7 +87,7 @@ def test_dora_says_what_is_not_measured(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "config", "half"])
-def test_a_damaged_adapter_says_so(tmp_path, damage):
+def test_a_damaged_adapter_is_the_reason(tmp_path, damage):
     run = write_run(tmp_path)
     weights = run / "adapter" / "adapter_model.safetensors"
     if damage == "cut":

@@ -1,4 +1,4 @@
-"""What is read of a run's folder, and what is said of one that is damaged, unfinished or of another kind."""
+"""Reading of a run's folder, and the notices for damaged, unfinished and missing files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nalora.report.sections import scores
 from report.run_folders import LOWER, UPPER, block_names, summary, write, write_run
 
 
-def test_everything_that_a_run_wrote_is_read(tmp_path):
+def test_every_file_of_a_run_is_read(tmp_path):
     run = write_run(tmp_path, steps=7, layers=3, mismatch=True)
     read = read_run(run)
     assert (read.name, read.method, read.model, read.task) == ("run", "na-lora", "smollm2-135m", "gym/chain_sum")
@@ -52,7 +52,7 @@ def test_the_newest_evaluation_counts(tmp_path):
     assert read_run(run).evaluations["gym/chain_sum"]["adapted"]["unfinished"] == 12345
 
 
-def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
+def test_a_partial_evaluation_does_not_replace_a_complete_one(tmp_path):
     run = write_run(tmp_path, evaluated=False)
     place = run / "evaluations" / "gym" / "chain_sum"
 
@@ -69,7 +69,7 @@ def test_a_quick_look_does_not_replace_a_whole_result(tmp_path):
     assert "the first" not in scores([read_run(run)])
 
 
-def test_what_was_held_out_of_training_is_named_as_such(tmp_path):
+def test_validation_questions_are_labelled(tmp_path):
     run = write_run(tmp_path, seed=0)
     for who in ("base", "adapted"):
         write(run / "evaluations" / "gym" / "chain_sum-validation" / f"{who}-0" / "summary.json", summary(90))
@@ -82,7 +82,7 @@ def test_what_was_held_out_of_training_is_named_as_such(tmp_path):
     assert "gym/chain_sum (validation): value" in scores([read])
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(NALoRAError, match="no such folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(NALoRAError, match="no such folder"):
@@ -149,14 +149,14 @@ def test_a_diagnosis_without_its_parts_is_left_out(tmp_path):
     assert any("diagnosis.json lacks" in notice for notice in read.notices)
 
 
-def test_what_a_method_does_not_write_is_no_fault(tmp_path):
+def test_files_that_a_method_does_not_write_cause_no_notice(tmp_path):
     read = read_run(write_run(tmp_path, method="lora", gates=False, diagnosis=False))
     assert read.notices == []
     assert "lora does not steer gates" in read.missing["gates"]
     assert "nalora diagnose" in read.missing["diagnosis"]
 
 
-def test_a_folder_of_runs_stands_for_its_runs(tmp_path):
+def test_a_folder_of_runs_gives_its_runs(tmp_path):
     for name in ("b/seed-0", "a/seed-0", "a/seed-1"):
         write_run(tmp_path / name.split("/")[0], name=name.split("/")[1])
     (tmp_path / "a" / "seed-0" / "checkpoints" / "checkpoint-1").mkdir(parents=True)

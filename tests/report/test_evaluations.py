@@ -1,4 +1,4 @@
-"""Only evaluations of the same questions are put side by side, whatever their task is called."""
+"""Only evaluations of the same questions are compared, whatever the name of their task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACE = ("evaluations", "gym", "chain_sum")
 
 
 def evaluate(run, folder, right=31, of=100, records=None, study=False, **evaluated):
-    """A summary as evaluation writes it; without `evaluated` as 0.1 did."""
+    """Write a summary, with `old` as version 0.1 did."""
     found = summary(right, of)
     if evaluated.pop("old", False):
         del found["evaluated"]
@@ -41,7 +41,7 @@ def run(tmp_path):
 
 
 def test_another_data_set_under_the_same_task_is_another_column(run):
-    """The base was asked SVAMP, the adapter ASDiv: neither is the other's base."""
+    """The base model was evaluated on SVAMP, the adapter on ASDiv: they cannot be compared."""
     evaluate(run, "base-a", right=4, questions="aaaa", data="SVAMP")
     evaluate(run, "adapted-b", right=90, questions="bbbb", data="ASDiv")
     read = read_run(run)
@@ -77,8 +77,8 @@ def test_what_differs_is_in_the_label(tmp_path, one, other, labels):
     assert names == [[f"gym/chain_sum ({label})"] for label in labels]
 
 
-def test_alike_evaluations_stay_together(tmp_path):
-    """The data's folder may be called otherwise: what counts is what is in it."""
+def test_evaluations_of_the_same_questions_share_a_name(tmp_path):
+    """The name of the data's folder does not matter, only its content."""
     runs = [write_run(tmp_path, name=name, evaluated=False) for name in ("one", "other")]
     for path, data in zip(runs, ("here", "there"), strict=True):
         evaluate(path, "base-0", data=data)
@@ -97,20 +97,20 @@ def test_summaries_of_0_1_without_proof_are_kept_apart(run):
     assert "nalora evaluate RUN" in differences([read])[0]
 
 
-def test_summaries_of_0_1_with_the_same_questions_on_record_are_alike(run):
+def test_summaries_of_0_1_with_the_same_recorded_questions_share_a_name(run):
     evaluate(run, "base-0", right=4, old=True, records=[3, 5, 8])
     evaluate(run, "adapted-1", old=True, records=[3, 5, 8])
     assert list(read_run(run).evaluations) == ["gym/chain_sum"]
 
 
-def test_summaries_of_0_1_with_other_questions_on_record_are_not(run):
+def test_summaries_of_0_1_with_other_recorded_questions_do_not(run):
     evaluate(run, "base-0", right=4, old=True, records=[3, 5, 8])
     evaluate(run, "adapted-1", old=True, records=[3, 5, 9])
     assert len(read_run(run).evaluations) == 2
 
 
 @pytest.mark.parametrize(("settings", "alike"), [({}, True), ({"data_dir": "elsewhere"}, False)])
-def test_what_a_study_of_0_1_asked_is_alike_where_its_settings_are(tmp_path, settings, alike):
+def test_evaluations_of_a_0_1_study_share_a_name_if_settings_are_equal(tmp_path, settings, alike):
     runs = [
         write_run(tmp_path, name="one", evaluated=False), write_run(tmp_path, name="other", evaluated=False, **settings)
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_an_old_and_a_new_summary_are_kept_apart(run):
     assert len(read_run(run).evaluations) == 2
 
 
-def test_a_quick_look_by_both_is_shown_until_both_were_asked_everything(run):
+def test_a_partial_evaluation_of_both_models_is_shown_until_both_have_a_complete_one(run):
     evaluate(run, "base-0", of=100)
     for who in ("base", "adapted"):
         path = run.joinpath(*PLACE, f"{who}-1", "summary.json")

@@ -1,4 +1,4 @@
-"""Figures of runs: what is drawn equals what was read, and what is missing is said."""
+"""Figures of runs show the values of the files, and reasons for missing ones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ regime_maps, mask_maps = (partial(figures.heat_figure, name) for name in ("regim
 
 @pytest.fixture
 def runs(tmp_path):
-    """LoRA without gates, NA-LoRA with everything."""
+    """A LoRA run without gates and a complete NA-LoRA run."""
     write_run(tmp_path, name="lora", method="lora", gates=False, seed=1)
     write_run(tmp_path, name="na-lora", layers=4)
     return read_runs([tmp_path])
 
 
 def lines(axes, label):
-    """The line of that label."""
+    """Return the line with that label."""
     (found,) = [line for line in axes.get_lines() if line.get_label() == label]
     return found
 
@@ -46,13 +46,13 @@ def meshes(figure):
 
 
 def no_empty_axes(figure):
-    """Every axes shows data or says why not."""
+    """Check that every panel shows data or a reason."""
     for axes in figure.axes:
         assert axes.lines or axes.collections or axes.patches or axes.images or axes.texts, axes
     return figure
 
 
-def test_losses_are_the_logged_ones(runs):
+def test_losses_equal_the_logged_ones(runs):
     figure = no_empty_axes(loss_curves(runs))
     for run in runs:
         steps, losses = lines(figure.axes[0], run.name).get_data()
@@ -107,7 +107,7 @@ def test_step_scales_are_means_and_ranges_over_layers(runs):
     assert any("lora does not steer gates" in text for text in texts(figure))
 
 
-def test_kappa_stands_over_the_histogram_with_its_thresholds(runs):
+def test_kappa_is_above_the_histogram_with_its_thresholds(runs):
     run = runs[1]
     figure = no_empty_axes(figures.kappa_figure(run))
     upper, lower = figure.axes[:2]
@@ -152,12 +152,12 @@ def test_the_papers_figures_are_means_of_the_diagnosis(runs, draw, axis):
     assert "Intervals of 5 to 10 steps" in said
 
 
-def test_different_probes_are_said(runs):
+def test_different_probes_are_noted(runs):
     runs[0].diagnosis["probe"]["examples"] = 7
     assert any("Different probes" in text for text in texts(over_training(runs)))
 
 
-def test_a_run_without_a_diagnosis_is_said_beside_those_that_have_one(tmp_path, runs):
+def test_a_run_without_a_diagnosis_is_noted(tmp_path, runs):
     bare = read_run(write_run(tmp_path / "more", name="bare", diagnosis=False))
     figure = by_layer([*runs, bare])
     assert any("bare: No diagnosis yet" in text for text in texts(figure))
@@ -195,7 +195,7 @@ def test_some_blocks_without_regimes_leave_the_mean_of_the_others(tmp_path):
 # Whole folders
 
 
-def test_everything_is_written_twice_and_says_what_it_shows(runs, tmp_path):
+def test_every_figure_is_written_as_png_and_svg(runs, tmp_path):
     written = figures.write_figures(runs, tmp_path / "figures")
     names = {file.stem for file in written.files}
     shared = {"loss", "step-scales", "update-norm", "diagnostics-over-training", "diagnostics-by-layer"}
@@ -206,7 +206,7 @@ def test_everything_is_written_twice_and_says_what_it_shows(runs, tmp_path):
     assert all("does not steer gates" in sentence for sentence in written.skipped)
 
 
-def test_only_the_papers_two(runs, tmp_path):
+def test_only_the_two_paper_figures_are_written(runs, tmp_path):
     written = figures.write_paper_figures(runs, tmp_path / "two")
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == [
         f"diagnostics-{name}.{kind}" for name in ("by-layer", "over-training") for kind in ("png", "svg")
@@ -215,7 +215,7 @@ def test_only_the_papers_two(runs, tmp_path):
     check_files(written.files[2:], must_say=["Layer-wise", "suppressive crossings", "layer"])
 
 
-def test_a_run_with_nothing_leaves_no_file_and_says_why(tmp_path):
+def test_an_empty_run_leaves_no_file_and_gives_reasons(tmp_path):
     (tmp_path / "run.yaml").write_text("method: na-lora\n")
     written = figures.write_figures(read_runs([tmp_path]), tmp_path / "figures")
     assert written.files == []
@@ -241,7 +241,7 @@ def test_one_step_and_one_layer_can_be_drawn(tmp_path):
     assert written.skipped == []
 
 
-def test_the_users_own_style_does_not_get_in(runs, tmp_path):
+def test_the_users_style_has_no_effect(runs, tmp_path):
     import matplotlib
 
     plain = figures.write_paper_figures(runs, tmp_path / "plain").files
@@ -265,14 +265,14 @@ def test_strokes_differ_without_colour_too():
     )
 
 
-def test_the_first_of_two_equal_lines_shows_around_the_second():
+def test_the_first_of_two_equal_lines_is_visible_around_the_second():
     first, second = stroke(0, markers=True), stroke(1, markers=True)
     assert first["linewidth"] > second["linewidth"]
     assert first["markersize"] > second["markersize"]
 
 
 @pytest.mark.parametrize("draw", [loss_curves, update_norms, step_scales, by_layer])
-def test_ten_runs_with_long_names_cover_nothing_and_are_not_cut(tmp_path, draw):
+def test_legends_of_ten_long_names_neither_overlap_nor_leave_the_figure(tmp_path, draw):
     for i in range(10):
         write_run(tmp_path, name=f"llama-3.1-8b-math-na-lora-update-seed-{i}", layers=12, seed=i, gates=i > 1)
     runs = read_runs([tmp_path])
@@ -322,7 +322,7 @@ def test_clamped_activations_are_known_by_their_name(name, upper):
 
 
 @pytest.mark.parametrize("name", ["weird", "silu≤x", "silu≤-1", ""])
-def test_other_names_are_not(name):
+def test_unknown_activations_have_no_formula(name):
     assert named_activation(name) is None
 
 

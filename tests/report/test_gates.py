@@ -1,4 +1,4 @@
-"""A report shows what controls applied, never what they only followed; of runs of 0.1 as well."""
+"""A report shows the values that controls applied, not those only followed, also for runs of 0.1."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_run_of_0_1_without_mask_keeps_every_channel(tmp_path, settings):
     assert ("scaling" in run.missing) == (settings.get("scaling") is False)
 
 
-def test_a_run_of_0_1_with_both_controls_is_read_as_it_is(tmp_path):
+def test_a_run_of_0_1_with_both_controls_is_read_unchanged(tmp_path):
     path = write_run(tmp_path)
     run = read_run(path)
     for name in (*SCALES, "mask_mean", "kept_share", "stability"):
@@ -77,8 +77,8 @@ def test_the_mean_that_was_preserved_is_one(tmp_path):
     assert (run.gates.columns["kept_share"] != 1).any()
 
 
-def test_a_file_that_says_what_acts_is_believed(tmp_path):
-    """Its rows hold applied values already; the settings are not asked again."""
+def test_recorded_reasons_override_the_settings(tmp_path):
+    """Its rows have applied values; the settings are ignored."""
     off = ["", "", "the paper calls gelu degenerate", "the paper calls gelu degenerate"]
     header = {"mask_off": [""] * 4, "scaling_off": off}
     path = write_run(tmp_path, header=header, scaling=False)
@@ -134,7 +134,7 @@ def test_the_progress_bar_shows_no_scales_that_do_not_act(gelu_run):
     assert "scales" not in shown.partition("sup/res/pos")[2]
 
 
-def test_the_page_says_that_steps_are_not_scaled(gelu_run):
+def test_the_page_has_the_reason_why_steps_are_not_scaled(gelu_run):
     text = page([read_run(gelu_run / "run")])
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     run = data["runs"][0]

@@ -1,4 +1,4 @@
-"""The page without a browser: whole by itself, its numbers those of the files, its words true."""
+"""The page without a browser: self-contained, with the numbers of the files and correct sentences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from report.run_folders import summary, write, write_run
 
 
 class Page(HTMLParser):
-    """What a page consists of."""
+    """The elements, scripts and texts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_nothing_is_fetched(tmp_path):
     assert "@import" not in style
 
 
-def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
+def test_screen_readers_and_keyboards_are_supported(tmp_path):
     seen = Page(page([read_run(write_run(tmp_path))]))
     assert seen.all("html")[0]["lang"] == "en"
     for landmark in ("header", "nav", "main", "footer", "h1"):
@@ -81,13 +81,13 @@ def test_a_reader_without_eyes_or_mouse_finds_the_way(tmp_path):
     assert all(cell.get("scope") for cell in seen.all("th"))
 
 
-def test_sections_come_in_the_order_of_the_questions(tmp_path):
+def test_sections_are_in_order(tmp_path):
     seen = Page(page([read_run(write_run(tmp_path))]))
     order = ["answer", "results", "gates", "mismatch", "capacity", "cost", "reproduce", "notices"]
     assert [section["id"] for section in seen.all("section")] == order
 
 
-def test_the_numbers_are_those_of_the_files(tmp_path):
+def test_the_numbers_equal_those_of_the_files(tmp_path):
     run = write_run(tmp_path, steps=9, layers=3, mismatch=True)
     read = read_run(run)
     (data,) = embedded_data(page([read]))["runs"]
@@ -143,7 +143,7 @@ def test_damaged_channels_are_a_notice(tmp_path):
     assert "diagnosis_channels.safetensors is damaged" in page([read_run(run)])
 
 
-def test_no_text_of_a_run_can_leave_its_place(tmp_path):
+def test_no_text_of_a_run_can_inject_elements(tmp_path):
     evil = '</script><script>alert(1)</script><img src=x onerror="alert(1)">{{css}}'
     run = write_run(tmp_path, model=evil, task=evil)
     text = page([read_run(run)])
@@ -165,7 +165,7 @@ def test_numbers_that_json_lacks_do_not_break_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["result.json", "environment.json", "run.yaml", "metrics.jsonl", "gates.jsonl"])
-def test_a_page_comes_of_whatever_is_left(tmp_path, lost):
+def test_a_page_is_made_without_any_one_file(tmp_path, lost):
     run = write_run(tmp_path)
     (run / lost).unlink()
     text = page([read_run(run)])
@@ -189,7 +189,7 @@ def test_a_summary_of_any_shape_makes_a_page(tmp_path, damage):
     page([read_run(run)])
 
 
-def test_what_can_be_said_follows_the_intervals(tmp_path):
+def test_findings_follow_the_intervals(tmp_path):
     runs = [write_run(tmp_path, name=name) for name in ("good", "bad", "same")]
     for run, right in zip(runs, (60, 1, 5), strict=True):
         write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
@@ -235,7 +235,7 @@ def test_several_seeds_are_not_called_one(tmp_path):
     assert not any("one seed" in sentence for sentence in findings(read_runs(runs)))
 
 
-def test_the_command_repeats_the_run(tmp_path):
+def test_the_command_reproduces_the_run(tmp_path):
     run = write_run(tmp_path)
     seen = "".join(Page(page([read_run(run)])).text)
     assert f"nalora train {run}/run.yaml output={run}-again" in seen
@@ -243,7 +243,7 @@ def test_the_command_repeats_the_run(tmp_path):
         assert key in seen
 
 
-def test_the_file_is_written_where_asked(tmp_path):
+def test_the_file_is_written_to_the_given_path(tmp_path):
     read = read_run(write_run(tmp_path))
     path = write_report([read], tmp_path / "deep" / "er" / "report.html")
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -254,7 +254,7 @@ def test_the_file_is_written_where_asked(tmp_path):
         write_report([], tmp_path / "x.html")
 
 
-def test_without_plotly_the_fix_is_said(tmp_path, monkeypatch):
+def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("nalora.report.html.util.find_spec", lambda name: None)
     with pytest.raises(NALoRAError, match=re.escape("pip install 'nalora[report]'")):
         page([read_run(write_run(tmp_path))])

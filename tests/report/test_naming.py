@@ -1,4 +1,4 @@
-"""Names that others chose do no harm: not in charts, tables, titles or files, whatever is in them and however long."""
+"""Names chosen by users are harmless in charts, tables, titles and files, whatever their content and length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ names = st.one_of(
 
 
 class Tags(HTMLParser):
-    """The elements of a page, without what is in its scripts."""
+    """The elements of a page, without the content of its scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_short_names_are_short_and_differ(given_names):
 
 
 @given(st.text())
-def test_tidy_text_is_one_line_that_xml_takes(text):
+def test_tidy_text_is_one_line_of_valid_xml(text):
     found = tidy(text)
     assert "\n" not in found
     ET.fromstring(
@@ -81,7 +81,7 @@ def test_markdown_shows_a_name_and_links_nothing(name):
 
 
 @given(names)
-def test_latex_takes_a_name_as_text(name):
+def test_latex_shows_a_name_literally(name):
     found = escape_latex(name)
     commands = set(re.findall(r"\\([a-zA-Z]+)", found))
     assert commands <= {
@@ -92,7 +92,7 @@ def test_latex_takes_a_name_as_text(name):
     assert grouping.count("{") == grouping.count("}")
 
 
-def test_long_labels_are_short_in_a_row_and_whole_in_the_caption():
+def test_long_labels_are_short_in_a_row_and_complete_in_the_caption():
     long = "n" * 150 + "|" + "m" * 150
     table = tabulate([Record(long, 0, {"loss": 1.0}), Record("short", 0, {"loss": 2.0})], [Column("loss")])
     for text in (markdown(table), latex(table)):
@@ -109,12 +109,12 @@ def run(tmp_path_factory):
 
 @given(name=names, value=names)
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_page_has_no_element_of_a_name(run, name, value):
-    with mock.patch("nalora.report.html._plotly", return_value=""):  # 4.8 MB that hold no name
+def test_no_name_creates_an_element_of_the_page(run, name, value):
+    with mock.patch("nalora.report.html._plotly", return_value=""):  # 4.8 MB without any name
         plain = Tags(page([run, replace(run, name="other")]))
         text = page([replace(run, name=name, settings=run.settings | {"note": value}), replace(run, name="other")])
     found = Tags(text)
-    # Another setting is another row, and a long name is in a span; nothing else may come of them.
+    # Another setting is another row, and a long name is in a span; nothing else may differ.
     new = [(tag, attributes) for tag, attributes in found.found if tag in ("a", "b", "script", "img", "svg", "iframe")]
     assert new == [each for each in plain.found if each[0] in ("a", "b", "script", "img", "svg", "iframe")]
     assert not any(key.startswith("on") for _, attributes in found.found for key in attributes)
@@ -124,7 +124,7 @@ def test_a_page_has_no_element_of_a_name(run, name, value):
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_a_figure_shows_any_name_as_it_is(run, name, tmp_path):
+def test_a_figure_shows_any_name_literally(run, name, tmp_path):
     figure = line_figure("loss", [replace(run, name=name), replace(run, name="other"), replace(run, name=f"{name}!")])
     figure.savefig(tmp_path / "loss.svg")
     drawn = ET.parse(tmp_path / "loss.svg")
@@ -137,7 +137,7 @@ def test_a_figure_shows_any_name_as_it_is(run, name, tmp_path):
         assert "".join(tidy(name).split()) in "".join(figure.legends[0].get_title().get_text().split())
 
 
-def test_files_of_figures_have_names_of_their_own(run, tmp_path):
+def test_files_of_figures_have_unique_names(run, tmp_path):
     long = "n" * 300
     runs = [replace(run, name=name) for name in ("a b", "a-b", "../../away", long, f"{long}!")]
     runs = [replace(each, gates=None) for each in runs[:-1]] + runs[-1:]
@@ -157,7 +157,7 @@ def test_tables_of_runs_with_any_name(run):
 
 
 @pytest.mark.parametrize("name", ['<a href="https://evil.example/">x</a>', "[x](https://evil.example)"])
-def test_a_studys_markdown_has_no_markup_of_its_arms(name):
+def test_a_studys_markdown_escapes_its_arms(name):
     table = tabulate([Record(name, 0, {"test loss": 1.0})])
     part = AnswerPart(
         {"over": name}, table, [f"{name} diverged"], [f"Not complete: {name}."], {name: {1e-3: 0.5}}, {name: 1e-3}

@@ -1,4 +1,4 @@
-"""The tables of runs: settings become rows, seeds become n, files become numbers."""
+"""The tables of runs: a row per setting, over its seeds, with the numbers of the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_seeds_of_a_setting_are_one_row_and_the_better_method_is_marked(tmp_path
     assert "n = 4" in table.caption
 
 
-def test_rows_are_told_apart_by_what_differs(tmp_path):
+def test_rows_are_labelled_by_settings_that_differ(tmp_path):
     for name, options in {
         "a": {"method": "lora"}, "b": {"method": "na-lora", "apply_to": "update"},
         "c": {"method": "na-lora", "apply_to": "gradient"},
@@ -45,7 +45,7 @@ def test_rows_are_told_apart_by_what_differs(tmp_path):
     assert labels == ["lora", "na-lora (apply_to=update)", *["na-lora (apply_to=gradient)"] * 2]
 
 
-def test_the_same_run_twice_stands_under_its_names(tmp_path):
+def test_runs_with_equal_settings_and_seed_are_labelled_by_name(tmp_path):
     for name in ("first", "again"):
         scored(tmp_path, name, 50, method="lora")
     assert row_labels(read_runs([tmp_path])) == ["lora [again]", "lora [first]"]
@@ -62,7 +62,7 @@ def test_runs_of_an_earlier_version_are_the_same_setting(tmp_path):
     assert row_labels(read_runs([tmp_path])) == ["na-lora", "na-lora"]
 
 
-def test_models_are_told_apart(tmp_path):
+def test_models_are_in_the_labels(tmp_path):
     scored(tmp_path, "a", 50, method="lora", model="one")
     scored(tmp_path, "b", 50, method="na-lora", model="two")
     assert row_labels(read_runs([tmp_path])) == ["lora (model=one)", "na-lora (model=two)"]
@@ -76,7 +76,7 @@ def test_movement_is_the_sum_over_intervals_of_the_mean_over_layers(tmp_path):
     assert cell.mean == pytest.approx(expected)
 
 
-def test_without_answers_the_training_loss_is_shown_and_not_ranked(tmp_path):
+def test_without_evaluations_the_training_loss_is_shown_and_not_ranked(tmp_path):
     runs = [write_run(tmp_path, name=n, method=n, evaluated=False, diagnosis=False) for n in ("lora", "na-lora")]
     tables = run_tables(read_runs(runs))
     assert "Movement of the gates" not in tables
@@ -84,7 +84,7 @@ def test_without_answers_the_training_loss_is_shown_and_not_ranked(tmp_path):
     assert "does not rank" in tables["Results"].caption
 
 
-def test_a_run_without_anything_gives_a_table_that_says_so(tmp_path):
+def test_an_empty_run_gives_a_table_without_results(tmp_path):
     (tmp_path / "run.yaml").write_text("method: lora\n")
     assert run_tables(read_runs([tmp_path]))["Results"].caption.endswith("No results.")
 

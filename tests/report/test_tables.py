@@ -1,4 +1,4 @@
-"""Tables: what stands in the cells, and that marks appear as often as the caption promises."""
+"""Tables: the content of the cells, and the frequency of marks that the caption promises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def marks(table, column=0):
 
 
 def rate(means, wanted, seeds=5, tables=300):
-    """How often the marks are as `wanted`."""
+    """Return the share of tables with the `wanted` marks."""
     chance = random.Random(11)
     return sum(marks(tabulate(drawn(means, seeds, chance=chance))) == wanted for _ in range(tables)) / tables
 
@@ -53,7 +53,7 @@ def test_of_two_rows_the_last_is_not_called_second():
     assert marks(tabulate(drawn({"a": 50.0, "b": 30.0}))) == {"a": "best", "b": ""}
 
 
-def test_lower_is_better_for_a_loss_and_where_said():
+def test_lower_is_better_for_a_loss_and_where_set():
     assert marks(tabulate(drawn({"a": 50.0, "b": 30.0}, measure="target_loss")))["b"] == "best"
     said = tabulate(drawn({"a": 50.0, "b": 30.0}), [Column("accuracy", lower=True)])
     assert marks(said)["b"] == "best"
@@ -61,7 +61,7 @@ def test_lower_is_better_for_a_loss_and_where_said():
 
 
 def test_a_wide_third_row_keeps_the_best_unmarked():
-    """Best against runner-up is clear, but nobody knows where the third one is."""
+    """Best and second differ significantly, but the third has a large variance."""
     values = {"a": [10.0, 10.1, 10.2], "b": [8.0, 8.1, 8.3], "c": [1.0, 7.0, 14.0]}
     records = [Record(label, seed, {"x": v}) for label, each in values.items() for seed, v in enumerate(each)]
     assert set(marks(tabulate(records)).values()) == {""}
@@ -69,7 +69,7 @@ def test_a_wide_third_row_keeps_the_best_unmarked():
     assert "Not compared: c." in tabulate(records, unranked=["c"]).caption
 
 
-def test_one_seed_marks_nothing_and_says_why():
+def test_one_seed_marks_nothing_and_the_caption_explains_it():
     table = tabulate([Record("LoRA", 0, {"accuracy": 0.4}), Record("NA-LoRA", 0, {"accuracy": 0.9})])
     assert set(marks(table).values()) == {""}
     assert "One seed (n = 1)." in table.caption
@@ -104,7 +104,7 @@ def test_cells_are_mean_and_sample_deviation():
     assert "n as stated" in table.caption
 
 
-def test_a_run_that_failed_is_said_and_not_averaged_away():
+def test_a_diverged_run_is_counted_and_not_averaged():
     records = drawn({"a": 50.0, "b": 40.0, "c": 30.0})
     records[0] = records[0]._replace(measures={"accuracy": math.nan})
     table = tabulate(records)
@@ -131,7 +131,7 @@ def test_one_run_twice_is_refused():
         tabulate([Record("a", 3, {"x": 1.0})] * 2)
 
 
-def test_nothing_to_show_says_so():
+def test_an_empty_table_has_a_caption():
     assert tabulate([]).caption == "No results."
 
 
@@ -170,7 +170,7 @@ def test_rows_and_columns_keep_their_order():
     assert all(a != b for a, b in pairwise(lines))
 
 
-def test_a_label_in_brackets_is_no_option_of_the_line_before():
+def test_a_label_in_brackets_is_no_latex_option():
     assert escape_latex("[run] *") == "{[}run{]} {*}"
 
 

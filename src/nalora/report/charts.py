@@ -65,13 +65,6 @@ class HeatMap(NamedTuple):
     topics: tuple[str, ...] = ("gates",)
 
 
-class Measure(NamedTuple):
-    """A measure of diagnosis.json."""
-
-    name: str
-    unit: str
-
-
 HEAT_MAPS = {
     "p_sup": HeatMap("Suppressive share", "The share of gate pre-activations that close the gate.", "share of z"),
     "p_res": HeatMap("Responsive share", "The share for which the gate responds to its input.", "share of z"),
@@ -84,15 +77,16 @@ HEAT_MAPS = {
     ),
 }
 SCALES = {"scale_gate": "gate", "scale_up": "up", "scale_down": "down"}
+# The measures of diagnosis.json: name and unit.
 MEASURES = {
-    "D_sel": Measure("gate movement D_sel", "D_sel"),
-    "flip": Measure("regime flip rate", "share of z"),
-    "kappa_drift": Measure("κ drift", "mean |κ(z′) − κ(z)|"),
-    "suppressive": Measure("suppressive crossings", "share of z"),
-    "positive": Measure("positive crossings", "share of z"),
-    "severe": Measure("severe jumps", "share of z"),
-    "D_EH": Measure("homogeneity movement D_EH", "D_EH"),
-    "D_EH_live": Measure("D_EH of live gates", "D_EH"),
+    "D_sel": ("gate movement D_sel", "D_sel"),
+    "flip": ("regime flip rate", "share of z"),
+    "kappa_drift": ("κ drift", "mean |κ(z′) − κ(z)|"),
+    "suppressive": ("suppressive crossings", "share of z"),
+    "positive": ("positive crossings", "share of z"),
+    "severe": ("severe jumps", "share of z"),
+    "D_EH": ("homogeneity movement D_EH", "D_EH"),
+    "D_EH_live": ("D_EH of live gates", "D_EH"),
 }
 PAPER_MEASURES = ("flip", "kappa_drift", "suppressive")
 KAPPA = {"x": "z, gate pre-activation", "y": "κ(z)", "share": "share of z per bin", "data": "z at step"}
@@ -224,7 +218,7 @@ def page_charts() -> dict[str, Any]:
     return {
         "lines": lines,
         "heat": {name: heat_map._asdict() for name, heat_map in HEAT_MAPS.items()},
-        "measures": {name: measure.name for name, measure in MEASURES.items()},
+        "measures": {measure: name for measure, (name, _) in MEASURES.items()},
         "scales": {"y": LINE_CHARTS["scale_gate"].y, "names": SCALES},
         "kappa": KAPPA,
         "colours": COLOURS,

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nalora.errors import NALoRAError
+from nalora.files import python_files
 from nalora.files.atomic import json_text
 from nalora.report.reading import clean_summary, is_partial, read_object
 from nalora.runs.folder import HELD_OUT
@@ -118,13 +120,13 @@ def _is_superseded(evaluation: Evaluation, run: Sequence[Evaluation]) -> bool:
 
 def _same_but_for_count(one: Evaluation, other: Evaluation) -> bool:
     if one.evaluated and other.evaluated:
-        return _identity(one.evaluated) == _identity(other.evaluated)
+        return _selected(one.evaluated, _IDENTITY) == _selected(other.evaluated, _IDENTITY)
     # 0.1 names the folder of a model's answers by everything that matters but the number of questions.
     return not one.evaluated and not other.evaluated and (one.model != other.model or one.folder == other.folder)
 
 
-def _identity(evaluated: Mapping[str, Any]) -> str:
-    return json_text({name: evaluated.get(name) for name in _IDENTITY}, sort_keys=True, default=str)
+def _selected(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    return json_text({name: values.get(name) for name in names}, sort_keys=True, default=str)
 
 
 def _evidence(
@@ -135,8 +137,8 @@ def _evidence(
     count = f"{task} {validation} {examples} {summary.get('questions', examples)}"
     evaluated = summary.get("evaluated")
     if isinstance(evaluated, dict):
-        return frozenset({f"recorded {count} {_identity(evaluated)}"})
-    count = f"{count} {json_text(summary.get('chance'), sort_keys=True, default=str)}"
+        return frozenset({f"recorded {count} {_selected(evaluated, _IDENTITY)}"})
+    count = f"{count} {_selected(summary, ('chance',))}"
     evidence = {f"alone {file}"}
     if model == "base":
         evidence.add(f"folder {count} {file.parent.name}")
@@ -160,16 +162,13 @@ def _digest_of_targets(file: Path) -> str | None:
 def _task_settings(task: str, settings: Mapping[str, Any]) -> str:
     """Return the settings that determine the questions of the run's own task."""
     from nalora import tasks
-    from nalora.errors import NALoRAError
-    from nalora.files import python_files
 
     try:
         # A report does not run a run's code: the options of a task in a Python file stay unknown.
         options = {} if python_files.split(task) else tasks.option_types(task)
     except (NALoRAError, ImportError):
         options = {}
-    names = ("task", "data_dir", "prompt_style", *options)
-    return json_text({name: settings.get(name) for name in names}, sort_keys=True, default=str)
+    return _selected(settings, ("task", "data_dir", "prompt_style", *options))
 
 
 def _named_groups(runs: Sequence[Sequence[Evaluation]]) -> list[tuple[str, list[Evaluation]]]:
@@ -187,18 +186,14 @@ def _named_groups(runs: Sequence[Sequence[Evaluation]]) -> list[tuple[str, list[
 
 def _groups(evaluations: Sequence[Evaluation]) -> list[list[Evaluation]]:
     """Return evaluations that share evidence together, in the order of the first of each group."""
-    groups: list[tuple[set[str], list[Evaluation]]] = []
+    groups: list[list[Evaluation]] = []
     for evaluation in evaluations:
-        evidence, members, apart = set(evaluation.evidence), [evaluation], []
-        for group in groups:
-            if group[0] & evidence:
-                evidence |= group[0]
-                members = [*group[1], *members]
-            else:
-                apart.append(group)
-        groups = [*apart, (evidence, members)]
-    order = {id(evaluation): i for i, evaluation in enumerate(evaluations)}
-    return sorted((members for _, members in groups), key=lambda members: min(order[id(one)] for one in members))
+        linked = [group for group in groups if any(evaluation.evidence & member.evidence for member in group)]
+        merged = linked[0] if linked else []
+        merged += [*(member for group in linked[1:] for member in group), evaluation]
+        groups = [group for group in groups if not any(group is other for other in linked[1:])]
+        groups += [] if linked else [merged]
+    return groups
 
 
 def _what_differs(evaluation: Evaluation, others: Sequence[Evaluation]) -> str:

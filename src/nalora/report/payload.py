@@ -51,8 +51,7 @@ class Sizes(NamedTuple):
     channels: int  # channels of a layer whose measures are shown
 
 
-def sizes(runs: Sequence[RunData]) -> Sizes:
-    """Return the sizes that fit."""
+def _sizes(runs: Sequence[RunData]) -> Sizes:
     layers = sum(len(run.gates.blocks) for run in runs if run.gates)
     capacities = [run.capacity[0] for run in runs]
     adapted = sum(len(capacity.modules) for capacity in capacities if capacity) // 5  # about seven in a layer
@@ -67,7 +66,7 @@ def sizes(runs: Sequence[RunData]) -> Sizes:
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """Return the descriptions of the charts and the values of the runs, JSON-ready."""
-    most = sizes(runs)
+    most = _sizes(runs)
     return {"charts": page_charts(), "runs": [_run(run, most) for run in runs]}
 
 

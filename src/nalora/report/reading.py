@@ -82,9 +82,7 @@ def clean_diagnosis(diagnosis: Object) -> Object | None:
 
 def clean_mismatch(mismatch: Object) -> Object | None:
     """Return a mismatch with blocks, energies and shares; None without them."""
-    if not _objects(mismatch.get("blocks")) or not all(
-        isinstance(mismatch.get(key), dict) for key in ("energy", "share")
-    ):
+    if not _objects(mismatch.get("blocks")) or not _objects([mismatch.get("energy"), mismatch.get("share")]):
         return None
     top_channels = mismatch.get("top_channels")
     return mismatch | {

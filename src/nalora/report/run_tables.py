@@ -94,7 +94,7 @@ def _movement(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
     """Return the cumulative movement between adjacent checkpoints: the sum over intervals of the mean over layers."""
     records = []
     for run, label in zip(runs, labels, strict=True):
-        means = {MEASURES[name].name: known_mean(measure_table(run, name), 1) for name in PAPER_MEASURES}
+        means = {MEASURES[name][0]: known_mean(measure_table(run, name), 1) for name in PAPER_MEASURES}
         sums = {name: float(mean.sum()) for name, mean in means.items() if mean.size and not np.isnan(mean).any()}
         if run.diagnosis is not None:
             records.append(Record(label, seed_of(run), sums))

@@ -67,6 +67,10 @@ def _cost(run: RunData) -> list[str]:
     seconds = source.get("seconds")
     timed = isinstance(steps, int) and isinstance(seconds, int | float) and steps > 0 and seconds > 0
     steps_per_second = steps / seconds if timed else None  # type: ignore[operator]
+    # The tokens of the loss in a step, without those of prompts and padding.
+    tokens, rows, batch = result.get("target_tokens"), result.get("rows"), run.settings.get("batch_size")
+    known = all(isinstance(number, int) and number > 0 for number in (tokens, rows, batch))
+    target_tokens = tokens / rows * batch if known else None  # type: ignore[operator]
     memory = result.get("peak_memory_gib")
     hardware = str(run.environment.get("device", "–"))
     threads = run.environment.get("cpu_threads")
@@ -76,20 +80,11 @@ def _cost(run: RunData) -> list[str]:
         _count(steps) + ("" if run.result else " so far"),
         duration(seconds),
         f"{1 / steps_per_second:.3g} s" if steps_per_second else "–",
-        _target_tokens_per_second(run, steps_per_second) if steps_per_second else "–",
+        f"{target_tokens * steps_per_second:.3g}" if target_tokens and steps_per_second else "–",
         f"{memory:.3g} GiB" if isinstance(memory, int | float) else "not measured",
         _count(result.get("trainable_parameters")),
         hardware,
     ]
-
-
-def _target_tokens_per_second(run: RunData, steps_per_second: float) -> str:
-    """Return the speed in tokens of the loss, without those of prompts and padding."""
-    result = run.result or {}
-    tokens, rows, batch = result.get("target_tokens"), result.get("rows"), run.settings.get("batch_size")
-    if not all(isinstance(number, int) and number > 0 for number in (tokens, rows, batch)):
-        return "–"
-    return f"{tokens / rows * batch * steps_per_second:.3g}"  # type: ignore[operator]
 
 
 def duration(seconds: Any) -> str:
