@@ -43,7 +43,7 @@ class Echo(Task):
 
 
 def evaluate(loaded, task, folder, **options):
-    return evaluation.evaluate(loaded, Questions(task, task.test_examples()), folder, **options)
+    return evaluation.evaluate(loaded, Questions(task, task.test_examples()), folder, Request(**options))
 
 
 def written(loaded, examples, **options):

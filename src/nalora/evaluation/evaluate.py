@@ -6,10 +6,11 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nalora.errors import NALoRAError, counted
 from nalora.evaluation.folder import Records, claimed_folder
@@ -25,36 +26,51 @@ from nalora.runs.progress import Report
 from nalora.tasks import Answer, Example, Scores, Task
 
 
+@dataclass(frozen=True)
+class Request:
+    """The options of an evaluation; for a run, task, data_dir and style are by default the run's.
+
+    Args:
+        task: its name.
+        data_dir: the folder of the task's files.
+        options: settings of the task.
+        style: of the prompts, ``plain`` or ``chat``.
+        limit: evaluate only this number of questions, from the first on.
+        batch_tokens: the maximum of a batch during generation.
+        with_base: whether to evaluate a run's base model too.
+        split: ``validation`` uses the examples that the run held out of its training set, in place of the test set.
+        generate: whether to generate and score answers; otherwise only the loss of the targets is computed.
+        take_over: whether to take the folder over from a process on another host that no longer runs.
+        trust: whether code that a run's settings name may run.
+        own: the user's own settings of a run, as a study has them; code that they name may run without trust.
+    """
+
+    task: str | None = None
+    data_dir: str | None = None
+    options: dict[str, Any] | None = None
+    style: str | None = None
+    limit: int | None = None
+    batch_tokens: int = 32_768
+    with_base: bool = True
+    split: Literal["test", "validation"] = "test"
+    generate: bool = True
+    take_over: bool = False
+    trust: bool = False
+    own: Mapping[str, Any] | None = None
+
+
 def evaluate(
-    loaded: Loaded,
-    questions: Questions,
-    folder: Path,
-    *,
-    limit: int | None = None,
-    generate: bool = True,
-    batch_tokens: int = 32_768,
-    take_over: bool = False,
-    report: Report = lambda what, done, total: None,
+    loaded: Loaded, questions: Questions, folder: Path, request: Request, report: Report = lambda *progress: None
 ) -> dict[str, Any]:
     """Return the summary of a model on a task, and write it with every output and score into the folder.
 
-    A summary in the folder that covers more examples is not replaced.
-
-    Args:
-        loaded: the model, adapted or not.
-        questions: of the task.
-        folder: for outputs.jsonl, scores.jsonl and summary.json; rows that are there already are reused.
-        limit: evaluate only this number of questions, from the first on.
-        generate: whether to generate and score answers; otherwise only the loss of the targets is computed.
-        batch_tokens: see `AnswerGenerator`.
-        take_over: whether to take the folder over from a process on another host.
-        report: called with the progress.
+    Rows in the folder are reused, and a summary in it that covers more examples is not replaced.
 
     Raises:
         NALoRAError: no questions, a missing requirement of the scoring, or a folder that nalora did not make or that
             another process is using.
     """
-    task, examples = questions.task, list(questions.examples)[:limit]
+    task, examples = questions.task, list(questions.examples)[: request.limit]
     total = len(questions.examples)
     if not examples:
         raise NALoRAError(
@@ -64,15 +80,15 @@ def evaluate(
             fix="raise limit" if total else "check the task's files; validation needs a run with validation_size",
         )
     _refuse_too_long(loaded, questions, examples)
-    with claimed_folder(folder, take_over=take_over):
+    with claimed_folder(folder, take_over=request.take_over):
         counts = {"examples": len(examples), "questions": total}
         summary: dict[str, Any] = {
             "task": task.name, **counts, "evaluated": questions.described(), "measures": {}, "chance": {}
         }  # fmt: skip
-        if generate:
+        if request.generate:
             task.prepare_scoring()
             outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
-            speed = _generate(loaded, questions, examples, outputs, batch_tokens, report)
+            speed = _generate(loaded, questions, examples, outputs, request.batch_tokens, report)
             _score(task, examples, outputs, scores, report)
             summary |= {
                 **summarise(task, examples, [scores.rows[example.id]["scores"] for example in examples]),
@@ -81,7 +97,7 @@ def evaluate(
                 **speed,
             }
         summary["target_loss"] = _target_loss(loaded, task, examples, folder, questions.style, report)
-        _keep(folder / ("summary.json" if generate else "losses.json"), summary)
+        _keep(folder / ("summary.json" if request.generate else "losses.json"), summary)
         return summary
 
 
@@ -105,11 +121,7 @@ def _keep(path: Path, summary: dict[str, Any]) -> None:
 
 
 def summarise(task: Task, examples: Sequence[Example], scores: Sequence[Scores]) -> dict[str, Any]:
-    """Return the measures with their intervals, and the scores of trivial answers.
-
-    Raises:
-        NALoRAError: there are no scores.
-    """
+    """Return the measures with their intervals, and the scores of trivial answers."""
 
     def of_sample(sample: Sequence[int]) -> dict[str, float]:
         return task.summarise([examples[i] for i in sample], [scores[i] for i in sample])

@@ -28,10 +28,7 @@ _SUMMARY_KEYS = {name: {"task", "measures"} for name in ("summary.json", "losses
 class Records:
     """A JSON-lines file of rows by id; rows in the file are not computed again.
 
-    A row that a kill cut short is removed, so that the next row is not appended to it.
-
-    Raises:
-        NALoRAError: a row that no evaluation wrote.
+    A row that a kill cut short is removed; a row that no evaluation wrote raises a NALoRAError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,13 +65,11 @@ class Records:
 
 @contextlib.contextmanager
 def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
-    """Create and lock the folder for this process; `take_over` as for `FolderLock`.
-
-    A folder or marker that this created is removed if the evaluation fails before it writes anything.
+    """Create and lock the folder for this process; remove what was created if nothing is written before an error.
 
     Raises:
-        NALoRAError: it contains files that nalora did not write, symbolic links under nalora's file names, or another
-            process writes into it.
+        NALoRAError: files that nalora did not write, symbolic links in place of its files, or a lock of another process
+            (see `FolderLock` for `take_over`).
     """
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
     for file in (folder / name for name in (*_ROW_KEYS, *_SUMMARY_KEYS)):

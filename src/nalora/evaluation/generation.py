@@ -24,11 +24,9 @@ _STOP_WINDOW = 48
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Return batches of indices into `lengths`, the longest first, so that the peak memory is reached early.
+    """Return batches of at most `batch_tokens` tokens, padding included, as indices into the rows' `lengths`.
 
-    Args:
-        lengths: the number of tokens of each row.
-        batch_tokens: the maximum of one batch, padding included; a longer row is a batch by itself.
+    The longest rows come first, so that the peak memory is reached early; a row that is too long is a batch by itself.
     """
     waiting = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches = []

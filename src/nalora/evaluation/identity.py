@@ -61,10 +61,7 @@ class Questions:
 def identity(loaded: Loaded, questions: Questions, trained: Path | None = None) -> str:
     """Return ten digits that change with everything that answers, scores or losses depend on.
 
-    Args:
-        loaded: the model, adapted or not.
-        questions: all of them.
-        trained: the folder of the adapter, or of the fully fine-tuned model.
+    `trained` is the folder of the adapter, or of the fully fine-tuned model.
     """
     spec, task, examples = loaded.spec, questions.task, questions.examples
     source = local_source(spec)

@@ -30,16 +30,9 @@ def wilson(successes: float, n: int, z: float = 1.959963984540054) -> Interval:
 def bootstrap(
     n: int, measure: Callable[[Sequence[int]], dict[str, float]], draws: int = 1000, seed: int = 0
 ) -> dict[str, Interval]:
-    """Return the percentile bootstrap intervals of measures over `n` examples.
+    """Return the percentile bootstrap intervals of measures over `n` examples; raise a NALoRAError if n is 0.
 
-    Args:
-        n: the number of examples.
-        measure: returns the measures, by name, of the examples with these indices.
-        draws: the number of samples of `n` examples, drawn with replacement.
-        seed: the same seed gives the same intervals.
-
-    Raises:
-        NALoRAError: there are no examples.
+    `measure` returns the measures, by name, of the examples with these indices.
     """
     if n == 0:
         raise NALoRAError(

@@ -19,12 +19,8 @@ def target_losses(
 ) -> list[tuple[float, int]]:
     """Return (−log p of the target given the prompt, its number of tokens) of each example.
 
-    Args:
-        loaded: the model, in evaluation mode.
-        examples: with targets.
-        style: of the prompts, as in training.
-        batch_tokens: the maximum of one batch, padding included; each token has a row of logits as wide as the
-            vocabulary, together 2 GiB for Llama 3 in bfloat16.
+    Each of the `batch_tokens` tokens of a batch, padding included, has a row of logits as wide as the vocabulary,
+    together 2 GiB for Llama 3 in bfloat16.
     """
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(example) for example in examples]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -228,10 +229,7 @@ def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 
         if high == _MOST_SEEDS:
             return None
         low, high = high, min(2 * high, _MOST_SEEDS)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(middle) >= POWER else (middle + 1, high)
-    return high
+    return low + bisect_left(range(low, high), True, key=lambda n: power(n) >= POWER)
 
 
 class Estimate(NamedTuple):

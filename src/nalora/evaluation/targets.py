@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nalora import tasks
 from nalora.errors import NALoRAError, SettingsError, did_you_mean, shortened
-from nalora.evaluation.evaluate import evaluate
+from nalora.evaluation.evaluate import Request, evaluate
 from nalora.evaluation.identity import Questions, identity
 from nalora.models import loading
 from nalora.models.loading import Loaded, ModelSpec
@@ -24,38 +24,7 @@ from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.tasks import Example, Task
 from nalora.tasks.splits import hold_out
 
-
-@dataclass(frozen=True)
-class Request:
-    """The options of an evaluation.
-
-    Args:
-        task: its name; for a run by default the run's own.
-        data_dir: the folder of the task's files; for a run by default the run's.
-        options: settings of the task.
-        style: of the prompts, ``plain`` or ``chat``; for a run by default the run's.
-        limit: evaluate only this number of questions, from the first on.
-        batch_tokens: the maximum of a batch during generation.
-        with_base: whether to evaluate a run's base model too.
-        split: ``validation`` uses the examples that the run held out of its training set, in place of the test set.
-        generate: whether to generate and score answers; otherwise only the loss of the targets is computed.
-        take_over: whether to take the folder over from a process on another host that no longer runs.
-        trust: whether code that a run's settings name may run.
-        own: the user's own settings of a run, as a study has them; code that they name may run without trust.
-    """
-
-    task: str | None = None
-    data_dir: str | None = None
-    options: dict[str, Any] | None = None
-    style: str | None = None
-    limit: int | None = None
-    batch_tokens: int = 32_768
-    with_base: bool = True
-    split: Literal["test", "validation"] = "test"
-    generate: bool = True
-    take_over: bool = False
-    trust: bool = False
-    own: Mapping[str, Any] | None = None
+__all__ = ["Request", "evaluate_target"]
 
 
 def evaluate_target(
@@ -64,14 +33,13 @@ def evaluate_target(
     *,
     output: Path | None = None,
     device: str | None = None,
-    report: Report | None = None,
+    report: Report = lambda *progress: None,
 ) -> dict[str, dict[str, Any]]:
     """Return summaries with their folders: under ``base`` and ``adapted`` for a run, under ``model`` for a model.
 
     Raises:
         NALoRAError: no such run, model or task, an unfinished run, or test questions on which the run was trained.
     """
-    report = report or (lambda what, done, total: None)
     folder = RunFolder(target)
     if folder.settings.is_file():
         finished = finished_run(folder.path, trust=request.trust, own=request.own)
@@ -137,11 +105,7 @@ def _evaluate_run(
 
 
 def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a task without removed ones, checked before anything is loaded.
-
-    Raises:
-        SettingsError: unknown options or values of a wrong type.
-    """
+    """Return the options without removed ones; raise a SettingsError for unknown options and wrong types."""
     problems: list[str] = []
     known = tasks.option_types(name)
     for option, value in options.items():
@@ -184,14 +148,8 @@ def _evaluate(
 ) -> dict[str, Any]:
     # The key covers all questions even if only some are evaluated, so that a later evaluation of all reuses them.
     folder = place.with_name(f"{place.name}-{identity(loaded, questions, trained)}")
-    summary = evaluate(
-        loaded,
-        questions,
-        folder,
-        limit=request.limit,
-        generate=request.generate,
-        batch_tokens=request.batch_tokens,
-        take_over=request.take_over,
-        report=lambda what, done, total: report(f"{place.name}: {what}", done, total),
-    )
-    return {**summary, "folder": str(folder)}
+
+    def reported(what: str, done: int, total: int) -> None:
+        report(f"{place.name}: {what}", done, total)
+
+    return {**evaluate(loaded, questions, folder, request, reported), "folder": str(folder)}

@@ -17,16 +17,13 @@ TEXT = "made by nalora"
 
 
 def refuse_foreign_files(paths: Iterable[Path], is_own: Callable[[bytes], bool], *, option: str, kind: str) -> None:
-    """Refuse to replace files that nalora did not write. All paths are checked before anything is written.
+    """Raise a NALoRAError for a path that is another program's file, a symbolic link or a folder.
 
     Args:
-        paths: files that will be written.
+        paths: files that will be written; all are checked before anything is written.
         is_own: whether nalora wrote a file that starts with these bytes.
         option: the option that sets another path, such as ``--output``.
         kind: the kind of file, such as "a report".
-
-    Raises:
-        NALoRAError: a path is another program's file, a symbolic link or a folder.
     """
     for path in paths:
         try:

@@ -25,13 +25,9 @@ _WRONG_VALUES = (ValueError, TypeError, KeyError, IndexError, AttributeError, Ov
 def read(path: Path, expected: str, fix: str) -> dict[str, Any]:
     """Return the settings of a YAML file; an empty file has none.
 
-    Args:
-        path: the file.
-        expected: for errors, what the file should be, such as "a run's YAML file".
-        fix: for errors, how to get such a file.
-
     Raises:
-        NALoRAError: no such file, or one that is not UTF-8, not YAML, too large, or gives a key twice.
+        NALoRAError: no such file, or one that is not UTF-8, not YAML, too large, or gives a key twice; `expected` is
+            what the file should be, such as "a run's YAML file", and `fix` how to get one.
     """
     settings = value(_text(path, expected, fix), str(path))
     if settings is None:

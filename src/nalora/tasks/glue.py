@@ -25,9 +25,6 @@ class GLUE(Task):
     Args:
         data_dir: a folder with the files, or with folders ``NAME`` or ``glue/NAME`` of them; by default the hub.
         prompt: "t5" is T5's format; "decoder" adds a line after which a decoder continues.
-
-    Raises:
-        NALoRAError: an unknown prompt.
     """
 
     models = ("seq2seq", "causal")
@@ -99,11 +96,7 @@ class GLUE(Task):
         return self._examples(split, rows, self.file_columns)
 
     def _files(self, data_dir: str | Path, split: Literal["train", "test"]) -> list[Path]:
-        """Return the files of a split from the first complete pair; without one, the files of that split alone.
-
-        Raises:
-            NALoRAError: missing files, or a training and a test file of different pairs.
-        """
+        """Return the files of a split from the first complete pair; without one, the files of that split alone."""
         train = [name for name, _ in self.files if sources.holds(data_dir, self._paths(name))]
         test = [names[0] for _, names in self.files if sources.holds(data_dir, self._paths(names[0]))]
         complete = [pair for pair in self.files if pair[0] in train and pair[1][0] in test]

@@ -69,11 +69,7 @@ class ImageTask(Task):
         return self._data[1]
 
     def training_images(self) -> ImageSplit:
-        """Return the images to train on: `train_images` without copies of test images.
-
-        Raises:
-            NALoRAError: every training image is a test image too.
-        """
+        """Return `train_images` without copies of test images; raise a NALoRAError if none is left."""
         train = self.train_images()
         distinct = train.without_copies(self.name, self.test_images())
         self.dropped_test_questions = len(train) - len(distinct)
@@ -111,11 +107,7 @@ class ImageTask(Task):
         return {f"majority class ({name})": count / len(examples)}
 
     def prepare_model(self, loaded: Loaded) -> Loaded:
-        """Return the CLIP model as a classifier of the task's classes, with the same weights.
-
-        Raises:
-            NALoRAError: not a model of images.
-        """
+        """Return the CLIP model as a classifier of the task's classes; raise a NALoRAError for a model of text."""
         from nalora.models.clip import CLIPClassifier
 
         if not hasattr(loaded.processor, "image_processor"):

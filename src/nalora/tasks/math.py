@@ -41,9 +41,6 @@ class GSM8K(Task):
         cut_answer: end MetaMathQA's targets before their last line, "The answer is: …", as LoRA-GA does.
         calculator: keep the ``<<9*2=18>>`` notes in targets of GSM8K, which other work trains on; False removes
             them, for models that should generate plain text.
-
-    Raises:
-        NALoRAError: an unknown training set or prompt.
     """
 
     name = "gsm8k"

@@ -23,11 +23,7 @@ def question_key(text: str) -> str:
 
 
 def not_in_test(task: str, train: Sequence[Key], test: Collection[Key]) -> list[int]:
-    """Return the indices of training examples whose key is not a key of the test set.
-
-    Raises:
-        NALoRAError: no training example would be left.
-    """
+    """Return the indices of training examples whose key is not in the test set; raise a NALoRAError if none is left."""
     keys = set(test)
     indices = [index for index, key in enumerate(train) if key not in keys]
     if train and not indices:
@@ -44,10 +40,7 @@ def hold_out(examples: Sequence[Example], size: int) -> tuple[list[Example], lis
     """Return (training examples, held-out examples), both in their order.
 
     Copies of held-out examples are not trained on: of 400 draws of reasoning-gym's Caesar cipher, 280 are drawn again
-    among 10,000.
-
-    Raises:
-        NALoRAError: no training example would be left.
+    among 10,000. If no training example is left, this raises a NALoRAError.
     """
     train, held_out = ([examples[i] for i in indices] for indices in hold_out_indices([e.id for e in examples], size))
     # Image examples have no prompt: their content is not compared here.
@@ -72,9 +65,6 @@ def hold_out_indices(ids: Sequence[str], size: int) -> tuple[list[int], list[int
 
     The choice depends on the ids alone: it is the same for every seed, method and machine, and hardly changes when the
     training set grows. Images are split by their ids without being decoded.
-
-    Raises:
-        NALoRAError: no training example would be left.
     """
     if size >= len(ids) and size:
         raise NALoRAError(

@@ -112,10 +112,8 @@ class Task:
     def training_set(self) -> Sequence[Example]:
         """Return `train_examples` without the questions of the test set, in their order.
 
-        If there is no test set, as in a folder with training files only, nothing is left out.
-
-        Raises:
-            NALoRAError: no training data, or all of it is in the test set.
+        If there is no test set, as in a folder with training files only, nothing is left out. No training data, or
+        only data that is in the test set, raises a NALoRAError.
         """
         examples = self.train_examples()
         try:
@@ -152,28 +150,13 @@ class Task:
         return ""
 
     def prepare_scoring(self) -> None:
-        """Check the requirements of scoring before generation, which can take hours.
-
-        Raises:
-            NALoRAError: a missing sandbox, key or server.
-        """
+        """Raise a NALoRAError, before hours of generation, if scoring lacks a sandbox, a key or a server."""
 
     def refuse_unready(self) -> None:
-        """Check before training the requirements of scoring that need no network.
-
-        Raises:
-            NALoRAError: a judge that is not named, a missing file.
-        """
+        """Raise a NALoRAError, before training, if scoring lacks a judge's name or a file; use no network."""
 
     def refuse_training_examples(self, trained: Task) -> None:
-        """Refuse to evaluate a run on its own task with files or options whose questions it was trained on.
-
-        Args:
-            trained: the task with the files and options of the training.
-
-        Raises:
-            NALoRAError: test questions that are among the training examples.
-        """
+        """Raise a NALoRAError if test questions are among the examples of `trained`, the same task as in training."""
         questions = self.test_examples()
         try:
             left_out = {self.key_of_training(question) for question in trained.test_examples()}
@@ -194,11 +177,7 @@ class Task:
     # The modality: text here; tasks of another modality, such as images, override the following methods.
 
     def prepare_model(self, loaded: Loaded) -> Loaded:
-        """Return the model in the form that the task trains and evaluates.
-
-        Raises:
-            NALoRAError: a model of another kind.
-        """
+        """Return the model in the form that the task trains and evaluates; raise a NALoRAError for another kind."""
         return loaded
 
     def training_inputs(
