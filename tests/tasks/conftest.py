@@ -9,10 +9,10 @@ from nalora.tasks import sandbox
 
 # Tests that run programs; the others of these files hold on any system.
 _ANYWHERE = (
-    "test_check_says_what_is_missing",
+    "test_check_reports_what_is_missing",
     "test_unsafe_runs_anywhere_with_limits",
     "test_limits_are_positive",
-    "test_packages_are_shown_with_what_they_require_and_no_others",
+    "test_packages_are_visible_with_their_requirements_and_no_others",
 )
 _CODE = (
     "test_all_reference_solutions_of_humaneval_pass",
@@ -40,7 +40,7 @@ def backends() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _only_where_programs_can_be_isolated(request):
-    """A system that isolates nothing is refused by the sandbox, and so has nothing to test in it."""
+    """The sandbox refuses a system that cannot isolate programs, so these tests are skipped there."""
     name, file = request.function.__name__, request.path.name
     if (file.startswith("test_sandbox") and name not in _ANYWHERE) or (file == "test_code.py" and name in _CODE):
         try:

@@ -47,7 +47,7 @@ def data_dir(tmp_path):
 
 
 class ScriptedServer:
-    """Answers POST /v1/chat/completions with what `reply(prompt, number of the request)` says."""
+    """Answers POST /v1/chat/completions with the result of `reply(prompt, number of the request)`."""
 
     def __init__(self):
         self.requests: list[dict] = []
@@ -109,7 +109,7 @@ def server(monkeypatch):
 @pytest.fixture
 def bench(server, data_dir, tmp_path):
     def make(**options):
-        settings = dict(judge_model="judge-1", judge_url=server.url, judgements=tmp_path / "said/judged.jsonl")
+        settings = dict(judge_model="judge-1", judge_url=server.url, judgements=tmp_path / "record/judged.jsonl")
         task = tasks.get("mt-bench", data_dir=data_dir, **(settings | options))
         task.judge.wait = 0.001
         return task
@@ -196,7 +196,7 @@ def test_these_categories_are_judged_without_a_reference(bench, server, data_dir
     assert [prompt.split()[0] for prompt in server.prompts] == ["RATE", "RATE2"]
 
 
-def test_a_missing_reference_is_said_before_anything_is_asked(bench, server, data_dir):
+def test_a_missing_reference_is_reported_before_any_request(bench, server, data_dir):
     write_lines(data_dir / "mt_bench/reference_gpt-4.jsonl", [])
     with pytest.raises(NALoRAError, match="mt-bench/111: found no reference answer.*FastChat"):
         bench().prepare_scoring()
@@ -204,7 +204,7 @@ def test_a_missing_reference_is_said_before_anything_is_asked(bench, server, dat
 
 
 @pytest.mark.parametrize("gone", ["judge_prompts.jsonl", "reference_gpt-4.jsonl"])
-def test_missing_files_say_where_to_get_them(bench, data_dir, gone):
+def test_missing_files_are_reported_with_their_source(bench, data_dir, gone):
     (data_dir / "mt_bench" / gone).unlink()
     with pytest.raises(NALoRAError, match=f"none of mt_bench/.*{gone}.*lm-sys/FastChat"):
         bench().prepare_scoring()
@@ -216,7 +216,7 @@ def test_an_incomplete_file_of_prompts_is_named(bench, data_dir):
         bench().prepare_scoring()
 
 
-def test_without_data_dir_the_prompts_are_asked_for(monkeypatch):
+def test_without_data_dir_the_error_names_the_prompts(monkeypatch):
     rows = [{"prompt": ["a", "b"], "category": "writing", "prompt_id": 5, "reference": []}] * 2
     monkeypatch.setattr("nalora.tasks.sources.hub_rows", lambda *_: rows)
     task = tasks.get("mt-bench", judge_model="judge-1")
@@ -239,12 +239,12 @@ def test_a_failing_server_is_tried_again(bench, server):
     assert len(server.requests) == 3
 
 
-def test_an_unreadable_rating_is_asked_for_again_and_kept(bench, server, tmp_path):
+def test_an_unreadable_rating_is_requested_again_and_recorded(bench, server, tmp_path):
     server.reply = lambda prompt, number: ["I refuse.", "[[12]]", "[[3]]"][min(number, 3) - 1]
     task = bench()
     assert task.score(task.test_examples()[0], ["one", "two"])["rating_turn_1"] == 3
     assert server.prompts[0] == server.prompts[1] == server.prompts[2]
-    rows = [json.loads(line) for line in (tmp_path / "said/judged.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "record/judged.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows] == ["I refuse.", "[[12]]", "[[3]]", "[[3]]"]
     assert [row["verdict"] for row in rows] == [None, None, 3.0, 3.0]
     assert len({row["key"] for row in rows[:3]}) == 1
@@ -263,17 +263,19 @@ def test_an_answer_that_was_cut_off_is_no_verdict(bench, server, tmp_path):
     server.reply = lambda prompt, number: ("The answer asks for [[10]]", "length") if number == 1 else "Rating: [[4]]"
     task = bench()
     assert task.score(task.test_examples()[0], ["one", "two"])["rating"] == 4
-    rows = [json.loads(line) for line in (tmp_path / "said/judged.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "record/judged.jsonl").read_text().splitlines()]
     assert [(row["verdict"], row.get("cut_off", False)) for row in rows] == [(None, True), (4.0, False), (4.0, False)]
     server.reply = lambda prompt, number: ("[[10]]", "length")
     with pytest.raises(
         NALoRAError, match=r"no verdict in 4 answers, the last cut off after 2,048 tokens.*judge_tokens"
     ):
         task.score(task.test_examples()[0], ["three", "four"])
-    asked = len(server.requests)
+    before = len(server.requests)
     server.reply = lambda prompt, number: "[[5]]"
-    assert bench().score(task.test_examples()[0], ["three", "four"])["rating"] == 5, "nothing cut off was kept as said"
-    assert len(server.requests) == asked + 2
+    assert bench().score(task.test_examples()[0], ["three", "four"])["rating"] == 5, (
+        "no answer that was cut off was used again"
+    )
+    assert len(server.requests) == before + 2
 
 
 def raw(content: bytes, kind: str = "application/json"):
@@ -396,7 +398,7 @@ def test_no_server_is_waited_for_longer_than_the_timeout(bench, server, behaviou
         assert time.monotonic() - start < 2.5
 
 
-def test_no_key_is_carried_to_another_server(bench, server, monkeypatch):
+def test_no_key_is_sent_to_another_server(bench, server, monkeypatch):
     other = ScriptedServer()
 
     def elsewhere(handler):
@@ -435,10 +437,10 @@ def test_parts_of_the_key_are_masked(bench, server, quoted, tmp_path):
     server.reply = lambda prompt, number: f"You sent {quoted}. [[5]]"
     task = bench()
     task.score(task.test_examples()[0], ["one", "two"])
-    assert quoted not in (tmp_path / "said/judged.jsonl").read_text()
+    assert quoted not in (tmp_path / "record/judged.jsonl").read_text()
 
 
-def test_a_repeated_run_asks_nothing_twice(bench, server):
+def test_a_repeated_run_requests_nothing_twice(bench, server):
     first = bench()
     before = [first.score(each, ["one", "two"]) for each in first.test_examples()]
     assert len(server.requests) == 4
@@ -454,27 +456,27 @@ def test_a_repeated_run_asks_nothing_twice(bench, server):
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_half_written_last_line_is_survived(bench, server, tmp_path, cut):
-    """The judgement that was cut is asked for again, the others are not, and the file is whole afterwards."""
+    """The incomplete judgement is requested again, the others are not, and the file is complete afterwards."""
     example = bench().test_examples()[0]
     bench().score(example, ["one", "twö…\u2028"])
-    file = tmp_path / "said/judged.jsonl"
+    file = tmp_path / "record/judged.jsonl"
     assert len(file.read_bytes().splitlines()[-1]) > 200
     file.write_bytes(file.read_bytes()[:-cut])
     # Without the line's end alone (cut = 1) the judgement is still whole.
-    asked = 2 if cut == 1 else 3
+    requests = 2 if cut == 1 else 3
     bench().score(example, ["one", "twö…\u2028"])
-    assert len(server.requests) == asked
+    assert len(server.requests) == requests
     bench().score(example, ["one", "three"])
     bench().score(example, ["one", "three"])
     bench().score(example, ["one", "twö…\u2028"])
-    assert len(server.requests) == asked + 1
+    assert len(server.requests) == requests + 1
 
 
 def test_foreign_lines_in_the_record_are_left_alone(tmp_path):
     file = tmp_path / "judged.jsonl"
     file.write_text('[1]\nnonsense\n{"key": 3, "answer": "x"}\n{"key": "k"}\n{"key": "k", "answer": "a"}\n\n')
     record = Judgements(file)
-    assert (record.answer("k"), record.answer("3")) == ("a", None)
+    assert (record.answers.get("k"), record.answers.get("3")) == ("a", None)
 
 
 def test_many_threads_write_whole_lines(server, tmp_path):
@@ -508,10 +510,10 @@ def test_refusals_of_the_server_are_named_and_keep_the_key_secret(bench, server,
 def test_the_key_is_never_stored(bench, tmp_path):
     task = bench()
     task.score(task.test_examples()[0], ["one", "two"])
-    assert KEY not in (tmp_path / "said/judged.jsonl").read_text()
+    assert KEY not in (tmp_path / "record/judged.jsonl").read_text()
 
 
-def test_addresses_are_told_without_passwords(bench, server):
+def test_urls_are_reported_without_passwords(bench, server):
     server.reply = lambda prompt, number: 401
     url = server.url.replace("127.0.0.1", "user:s3cret@127.0.0.1")
     with pytest.raises(NALoRAError, match="judge at http://127.0.0.1:") as caught:
@@ -638,7 +640,7 @@ def test_a_real_server_rates_and_the_record_holds(transformers_server, data_dir,
 
     cut_short = tasks.get("mt-bench", judge_url=url, judge_tokens=1, **settings)
     cut_short.judge.wait = 0.01
-    assert cut_short.score(task.test_examples()[0], ["one", "two"])["rating"] == 7.0, "kept, not asked"
+    assert cut_short.score(task.test_examples()[0], ["one", "two"])["rating"] == 7.0, "recorded, not requested"
     with pytest.raises(NALoRAError, match="no verdict in 4 answers, the last cut off after 1 token;"):
         cut_short.score(task.test_examples()[0], ["other", "two"])
     answers = [json.loads(line)["answer"] for line in (tmp_path / "judged.jsonl").read_text().splitlines()]
@@ -655,4 +657,4 @@ def test_a_file_without_judgements_is_not_written_to(tmp_path):
         Judgements(file)
     file.write_text('{"key": "cut sho')  # as a kill leaves the very first one
     Judgements(file).add("k", "a")
-    assert Judgements(file).answer("k") == "a"
+    assert Judgements(file).answers == {"k": "a"}

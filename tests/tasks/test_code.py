@@ -79,7 +79,7 @@ ANSWERS = {
     "bare function, then a fence": f"{FUNCTION}```\nDone.",
 }
 
-# Without the prompt, or the name of what it asks for, these are not programs.
+# Without the prompt, or the function's name, these are not programs.
 PARTS = ("body", "one-liner", "Python with an example")
 
 
@@ -148,7 +148,7 @@ def test_all_reference_solutions_of_humaneval_pass(humaneval):
     examples = humaneval.test_examples()
     assert len({each.id for each in examples}) == 164
     assert humaneval.scoring_threads > 1
-    # Half of them as a block with everything, half as the bare rest of the function.
+    # Half of them as a block with everything, half as the bare body of the function.
     outputs = [each.target if i % 2 else bodies(each) for i, each in enumerate(examples)]
     assert passed(humaneval, examples, outputs) == 164
 
@@ -166,7 +166,7 @@ def test_humaneval_from_a_folder(humaneval, tmp_path):
     task = tasks.get("humaneval", data_dir=tmp_path)
     [example] = task.test_examples()
     assert task.score(example, [BODY]) == {"pass_at_1": 1.0}
-    # The tests' helper is the problem's own: a program that changes it does not change what is expected.
+    # The tests use the problem's helper: a program that redefines it does not change the expected values.
     assert task.score(example, [f"def helper(x):\n    return x\n\n{FUNCTION}"]) == {"pass_at_1": 0.0}
 
 
@@ -242,7 +242,7 @@ def test_codefeedback_is_cut_after_its_first_block(tmp_path):
     assert [each.id for each in tasks.get("mbpp", data_dir=tmp_path, limit=1).train_examples()] == ["codefeedback/1"]
 
 
-def test_data_that_is_not_there(tmp_path, monkeypatch):
+def test_missing_data(tmp_path, monkeypatch):
     with pytest.raises(NALoRAError, match="none of mbpp/mbpp.jsonl, mbpp.jsonl"):
         tasks.get("mbpp", data_dir=tmp_path).test_examples()
     with pytest.raises(NALoRAError, match="train_set: found 'alpaca'; expected one of codefeedback, mbpp"):

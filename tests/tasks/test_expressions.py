@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nalora.tasks.sandboxed.expressions import is_formula, literal
 
-# Of Python's parser, at "2if" and the like.
+# Python's parser warns about "2if" and similar texts.
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning")
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -56,7 +56,7 @@ def test_what_is_read_as_a_formula_calls_only_elementary_functions(text):
 @given(pieces)
 @settings(max_examples=500)
 def test_a_literal_runs_nothing(text):
-    """It gives data, or one of the errors that a scorer takes for a wrong answer."""
+    """It returns data, or raises an error that makes the answer wrong."""
     try:
         value = literal(text)
     except (ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError):
@@ -76,7 +76,7 @@ def test_arithmetic_with_numbers_is_done(text, value):
     "text",
     ["9**9**9**9", "1 << 10**9", "[1] * 10**9", "'a' * 9", "...", "x", "f()", "[x for x in ()]", "{**{}}", "f'{1}'", 7],
 )
-def test_what_grows_or_is_no_literal_is_refused(text):
+def test_large_numbers_and_other_expressions_are_refused(text):
     with pytest.raises(ValueError, match="not a literal|too large|not a number|not a text"):
         literal(text)
 
@@ -95,7 +95,7 @@ def test_formulas_are_accepted(text):
         *("sin(x, evaluate=1)", "sin(*x)", "x;y", "x:=1", "ｓin(x)", "x!", "", "x" * 200_000, None, 5, b"x"),
     ],
 )
-def test_everything_else_is_no_formula(text):
+def test_everything_else_is_not_a_formula(text):
     assert not is_formula(text)
 
 

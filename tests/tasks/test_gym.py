@@ -14,7 +14,7 @@ from nalora.tasks import gym_trust
 
 factory = pytest.importorskip("reasoning_gym.factory")
 
-# One digit each: 90 questions, so that both sides must draw the same ones.
+# One digit each: 90 questions, so that both sets must share some.
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
@@ -22,7 +22,7 @@ def gym(family="chain_sum", **options):
     return tasks.get(f"gym/{family}", **{"train_size": 40, "test_size": 20} | options)
 
 
-def test_a_family_is_learnt_from_and_asked():
+def test_a_family_has_training_and_test_questions():
     task = gym()
     train, test = task.train_examples(), task.test_examples()
     assert (len(train), len(test)) == (40, 20)
@@ -31,12 +31,12 @@ def test_a_family_is_learnt_from_and_asked():
     assert int(train[0].target) == eval(train[0].prompt.partition(": ")[2].partition(" =")[0])
 
 
-def test_no_question_is_on_both_sides():
+def test_no_question_is_in_both_sets():
     task = gym(settings=SMALL, train_size=300, test_size=30)
     asked = {example.prompt for example in task.test_examples()}
     train = [example.prompt for example in task.train_examples()]
     assert not asked & set(train)
-    # The drawn set did overlap, or this would show nothing; what is left keeps the index of its draw.
+    # The generated sets did overlap, or this would show nothing; the remaining questions keep their index.
     assert 0 < len(train) < 300
     kept = [example.facts["index"] for example in task.train_examples()]
     assert kept == sorted(set(kept)) != list(range(len(kept)))
@@ -49,7 +49,7 @@ def test_examples_held_out_of_training_are_scored_by_their_own_answer():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_draws_of_both_sides_and_of_all_seeds_are_far_apart(monkeypatch, seed):
+def test_seeds_of_both_sets_and_of_all_seeds_are_far_apart(monkeypatch, seed):
     drawn = []
     create = factory.create_dataset
 
@@ -69,7 +69,7 @@ def test_seeds_and_settings_change_the_questions():
     assert not set(prompts[0]) & set(prompts[2])
 
 
-def test_nothing_left_to_learn_from_is_an_error():
+def test_no_questions_left_to_train_on_is_an_error():
     with pytest.raises(NALoRAError, match="each of 1 generated questions"):
         gym(settings=SMALL, train_size=1, test_size=2000).train_examples()
 
@@ -119,7 +119,7 @@ def test_facts_survive_a_file_and_score_the_same(family):
         assert task.score(again, [example.target])["accuracy"] == 1
 
 
-def test_the_commonest_answer_is_told():
+def test_the_commonest_answer_is_reported():
     task = gym("syllogism", test_size=50)
     examples = task.test_examples()
     (name, share), *_ = task.chance(examples).items()
@@ -128,7 +128,7 @@ def test_the_commonest_answer_is_told():
     assert share == max(map(answers.count, answers)) / 50
 
 
-def test_a_family_without_answers_can_be_asked_but_not_learnt():
+def test_a_family_without_answers_can_be_evaluated_but_not_trained_on():
     task = gym("propositional_logic", test_size=3)
     assert [example.target for example in task.test_examples()] == ["", "", ""]
     assert task.chance(task.test_examples()) == {}
@@ -165,7 +165,7 @@ def test_questions_repeat_and_leave_the_global_generator_alone():
     assert [(e.prompt, e.target) for e in gym("list_functions", test_size=100).test_examples()] == first
 
 
-def test_families_that_follow_the_hash_seed_ask_for_one(monkeypatch):
+def test_families_that_depend_on_the_hash_seed_require_one(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(NALoRAError, match="PYTHONHASHSEED=0"):
         gym("ransom_note")
@@ -175,7 +175,7 @@ def test_families_that_follow_the_hash_seed_ask_for_one(monkeypatch):
         gym("codeio")
 
 
-def test_another_process_asks_the_same():
+def test_another_process_has_the_same_questions():
     code = "from nalora import tasks; print(tasks.get('gym/word_ladder', test_size=5).test_examples()[4])"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     runs = [subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True) for _ in range(2)]
@@ -198,7 +198,7 @@ def test_another_process_asks_the_same():
         ("chain_sum", {"colour": 1}, "colour"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(family, options, words):
+def test_what_cannot_be_generated_is_refused(family, options, words):
     with pytest.raises(NALoRAError, match=words):
         gym(family, **options)
 
@@ -218,18 +218,18 @@ def test_a_missing_package_is_named(monkeypatch):
         ({"test_size": 10, "seed": 1}, "leave test_size and seed out"),
     ],
 )
-def test_questions_that_training_did_not_leave_out_are_refused(changes, words):
+def test_questions_that_training_did_not_exclude_are_refused(changes, words):
     with pytest.raises(NALoRAError, match=words):
         gym(**changes).refuse_training_examples(gym())
 
 
 @pytest.mark.parametrize("changes", [{}, {"test_size": 7}, {"train_size": 9}, {"max_new_tokens": 9}])
-def test_the_beginning_of_the_test_set_may_be_asked(changes):
+def test_the_start_of_the_test_set_may_be_evaluated(changes):
     gym(**changes).refuse_training_examples(gym())
 
 
-def test_a_smaller_test_set_that_is_no_beginning_is_refused():
-    """The questions of acre follow from how many are drawn."""
+def test_a_smaller_test_set_that_is_not_the_start_is_refused():
+    """The questions of acre depend on how many are generated."""
     gym("acre").refuse_training_examples(gym("acre"))
     with pytest.raises(NALoRAError, match="may have been trained on"):
         gym("acre", test_size=7).refuse_training_examples(gym("acre"))

@@ -19,7 +19,7 @@ from nalora.tasks import gym, gym_trust
 pytest.importorskip("reasoning_gym")
 TABLE = json.loads(gym_trust.FILE.read_text(encoding="utf-8"))
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gym_trust.py"
-# Cannot be drawn as they are: one has no questions of its own, one draws others each time.
+# Cannot be generated: one combines other families, one generates other questions each time.
 LEFT_OUT = {"composite", "codeio"}
 
 
@@ -53,7 +53,7 @@ def test_the_whole_table_can_be_measured_again():
     }
 
 
-def test_families_that_give_marks_to_anything_are_listed():
+def test_families_that_accept_anything_are_listed():
     listed = gym_trust.untrusted()
     assert {"coin_flip", "game_of_life_halting", "puzzle24"} <= set(listed)
     assert listed["coin_flip"].reason == "its scorer gives the full score to '0' for 96% of its questions"

@@ -1,8 +1,9 @@
-"""Answers that a scorer would run as Python are not run, are wrong, and change no other mark; none takes forever."""
+"""Answers that a scorer would run as Python are not run, are wrong, and change no other score; none takes forever."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ PATCH = "__import__('builtins').__dict__.__setitem__('float', lambda x: 1)"
 @pytest.fixture(scope="module", params=FAMILIES)
 def task(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONHASHSEED", "0")  # polynomial_multiplication draws by it
+        patch.setenv("PYTHONHASHSEED", "0")  # polynomial_multiplication depends on it
         made = tasks.get(f"gym/{request.param}", train_size=5, test_size=5)
     made._scorer.limits = dataclasses.replace(LIMITS, wall_seconds=2, cpu_seconds=1)
     return made
@@ -55,7 +56,7 @@ def scores_are_right(task) -> bool:
         "[' ' * (1 << 40)]",
         f"[{PATCH}]",
         "[__import__('os').fork()]",
-        # Written where the mark goes: as its own, and for the next one to find.
+        # Written to the pipe of the scores: as the answer's own score, and as the next one's.
         "[[__import__('os').write(fd, b'1.0\\n') for fd in (1, 3, 4, 5, 6, 7)]]",
         "[__import__('os').write(4, b'1.0')]",
         "(lambda: __import__('os').write(4, b'1.0\\n'))()",
@@ -78,7 +79,7 @@ def test_lists_and_formulas_are_still_read():
     task = tasks.get("gym/spiral_matrix", train_size=1, test_size=1)
     example = task.test_examples()[0]
     numbers = ", ".join(example.target.split())
-    assert task.score(example, [f"[{numbers}]"])["score"] == 0.1, "the family's own mark for a list of Python"
+    assert task.score(example, [f"[{numbers}]"])["score"] == 0.1, "the family's own score for a Python list"
     task = tasks.get("gym/simple_integration", train_size=1, test_size=5)
     for example in task.test_examples():
         assert task.score(example, [f"{example.target} + 7"])["accuracy"] == 1
@@ -88,7 +89,7 @@ def test_lists_and_formulas_are_still_read():
 
 
 @pytest.mark.parametrize("family", ["chain_sum", "rush_hour", "coin_flip", "prime_factorization"])
-def test_no_answer_takes_forever_and_the_others_keep_their_marks(family):
+def test_no_answer_takes_forever_and_the_others_keep_their_scores(family):
     """Answers that these scorers count to, multiply out or fill the memory with."""
     task = tasks.get(f"gym/{family}", train_size=1, test_size=3)
     task._scorer.limits = dataclasses.replace(LIMITS, wall_seconds=2, cpu_seconds=1)
@@ -103,13 +104,13 @@ def test_no_answer_takes_forever_and_the_others_keep_their_marks(family):
 
 
 @pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "inf", "-Infinity", "nan+nanj", "infi", "nan + nani"])
-def test_what_is_no_number_equals_no_number(answer):
+def test_not_a_number_equals_no_number(answer):
     """complex_arithmetic gives min(1, exp(-nan)) = 1."""
     task = tasks.get("gym/complex_arithmetic", train_size=1, test_size=3)
     assert [task.score(example, [answer]) for example in task.test_examples()] == [{"accuracy": 0, "score": 0}] * 3
 
 
-def test_marks_are_numbers_from_0_to_1(monkeypatch):
+def test_scores_are_numbers_from_0_to_1(monkeypatch):
     from nalora.tasks.sandboxed import scorer
 
     given = [
@@ -122,7 +123,7 @@ def test_marks_are_numbers_from_0_to_1(monkeypatch):
         (b"", 0.0),
         (b"x", 0.0),
     ]
-    assert [scorer._checked(line) for line, _ in given] == [mark for _, mark in given]
+    assert [scorer._checked(line) for line, _ in given] == [score for _, score in given]
 
 
 def test_a_scorer_that_was_killed_is_started_again(task):
@@ -142,7 +143,7 @@ def test_it_outlives_the_thread_that_started_it(task):
     assert task._scorer.process._process is process
 
 
-def test_packages_may_lie_in_the_folder_that_is_another_inside(tmp_path, monkeypatch):
+def test_packages_may_be_in_a_folder_that_the_sandbox_replaces(tmp_path, monkeypatch):
     """An environment in /tmp, as that of a fresh clone there, is hidden by the sandbox's own /tmp."""
     files = sandbox_view.package_files(["reasoning_gym"])
     for file in files:
@@ -150,7 +151,7 @@ def test_packages_may_lie_in_the_folder_that_is_another_inside(tmp_path, monkeyp
     monkeypatch.setattr(sandbox_view, "package_files", lambda names: [tmp_path / file.name for file in files])
     sandbox_view.view.cache_clear()
     try:
-        process = ScorerProcess("test", isolated=True, limits=LIMITS)
+        process = ScorerProcess(isolated=True, limits=LIMITS)
         entry = factory.create_dataset("n_queens", size=1, seed=0)[0]
         assert process.request(("n_queens", {"size": 1, "seed": 0}, [(entry["answer"], entry)]), waits=1) == "[1.0]"
         process.close()
@@ -200,7 +201,7 @@ def test_own_answers_are_scored_in_one_go():
 def test_without_isolation_it_is_refused_before_anything_is_written(monkeypatch):
     monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
     monkeypatch.setattr(sandbox, "_backends", list)
-    monkeypatch.setattr(isolated_scorer, "_processes", {})
+    monkeypatch.setattr(isolated_scorer, "_process", functools.cache(isolated_scorer._process.__wrapped__))
     with pytest.raises(NALoRAError, match="--unsafe-code"):
         tasks.get("gym/n_queens", train_size=1, test_size=2).prepare_scoring()
     tasks.get("gym/chain_sum", train_size=1, test_size=2).prepare_scoring()
@@ -214,7 +215,7 @@ def test_without_isolation_it_is_refused_before_anything_is_written(monkeypatch)
 @pytest.mark.parametrize("backend", sandbox._backends())
 def test_every_backend_of_this_machine_scores(backend, monkeypatch):
     monkeypatch.setattr(sandbox, "check", lambda: backend)
-    monkeypatch.setattr(isolated_scorer, "_processes", {})
+    monkeypatch.setattr(isolated_scorer, "_process", functools.cache(isolated_scorer._process.__wrapped__))
     task = tasks.get("gym/n_queens", train_size=1, test_size=2)
     assert scores_are_right(task)
     assert task.score(task.test_examples()[0], ["[exit()]"])["accuracy"] == 0

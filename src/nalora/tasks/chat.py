@@ -115,11 +115,7 @@ class MTBench(Task):
         return {"rating_turn_1": first, "rating_turn_2": second, "rating": (first + second) / 2}
 
     def refuse_unready(self) -> None:
-        """Check that a judge is named, and that its prompts and the references exist.
-
-        Raises:
-            NALoRAError: one of them is missing.
-        """
+        """Raise a NALoRAError if no judge is named, or its prompts or the references are missing."""
         if not self.judge.model:
             raise NALoRAError(
                 "judge_model",
@@ -132,11 +128,7 @@ class MTBench(Task):
             self._fastchat_file(files)
 
     def prepare_scoring(self) -> None:
-        """Check that the prompts and the references are complete and the judge answers.
-
-        Raises:
-            NALoRAError: a file is missing or incomplete, or the judge does not answer.
-        """
+        """Raise a NALoRAError if the prompts or references are incomplete, or the judge does not answer."""
         for example in self.test_examples():
             for turn in range(2):
                 self._prompt(example, ("", ""), turn)

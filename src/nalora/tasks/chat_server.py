@@ -50,15 +50,8 @@ class Reply:
 def send(url: str, path: str, key: str, body: Any = None, *, seconds: float) -> Reply:
     """Return the reply to a POST of the body as JSON, or to a GET without a body.
 
-    Args:
-        url: base URL of the server; a user and password in it are sent instead of the key.
-        path: appended to the base URL.
-        key: sent as the bearer token.
-        body: a value that JSON can represent.
-        seconds: time limit for the complete reply.
-
-    Raises:
-        NoReplyError: no connection, no reply in time, a reply that is too long, or not HTTP.
+    The key is sent as the bearer token, unless the URL contains a user and password, which are sent instead. Raises
+    a NoReplyError without a complete reply in this time, or for one that is too long or not HTTP.
     """
     results: queue.SimpleQueue[Reply | NoReplyError] = queue.SimpleQueue()
     # In a thread that is abandoned after its time: a server that sends a byte now and then resets every timeout of

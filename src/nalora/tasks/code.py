@@ -99,11 +99,7 @@ class CodeTask(Task):
         return {"pass_at_1": float(outcome.passed)}
 
     def prepare_scoring(self) -> None:
-        """Check the sandbox.
-
-        Raises:
-            NALoRAError: this machine cannot isolate programs, and `unsafe_code` is not set.
-        """
+        """Raise a NALoRAError if this machine cannot isolate programs and `unsafe_code` is not set."""
         if not self.unsafe_code:
             sandbox.check()
 

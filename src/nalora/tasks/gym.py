@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from nalora.errors import NALoRAError, did_you_mean, missing_package, require
+from nalora.errors import NALoRAError, did_you_mean, missing_package, require, shortened
 from nalora.tasks import gym_trust
 from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
 from nalora.tasks.task import Example, Scores, Task
@@ -105,11 +105,7 @@ class Gym(Task):
         return self.train_examples()
 
     def train_examples(self) -> Sequence[Example]:
-        """Return the generated training questions without those of the test set.
-
-        Raises:
-            NALoRAError: the family provides no answers, or too few questions for two sets.
-        """
+        """Return the generated training questions without those of the test set; refuse a family without answers."""
         in_test_set = set(self._questions("test"))
         indices = [index for index, text in enumerate(self._questions("train")) if text not in in_test_set]
         self.dropped_test_questions = self.train_size - len(indices)
@@ -141,14 +137,13 @@ class Gym(Task):
         if not answer:
             return {}
         full = sum(score >= 1 for score in self.scores([(example, answer) for example in examples]))
-        return {f"commonest answer ({_short(answer)})": full / len(examples)}
+        return {f"commonest answer ({shortened(answer, 30)})": full / len(examples)}
 
     def prepare_scoring(self) -> None:
         """Check the family's scorer with its own answers, with nonsense, and with one answer to all questions.
 
-        Raises:
-            NALoRAError: its scores are not meaningful, as measured or with these settings; or it evaluates answers, and
-                this machine cannot isolate that.
+        Raises a NALoRAError if its scores are not meaningful, as measured or with these settings, or if it evaluates
+        answers and this machine cannot isolate that.
         """
         fault = gym_trust.untrusted().get(self.family)
         if fault is not None and fault.measure == "accuracy":
@@ -159,22 +154,19 @@ class Gym(Task):
         known = [(example, example.target) for example in examples if example.target]
         for (_, target), score in zip(known, self.scores(known), strict=True):
             if score < 1:
-                self._refuse(f"its scorer does not accept its own answer {_short(target)!r}")
+                self._refuse(f"its scorer does not accept its own answer {shortened(target, 30)!r}")
         if any(score >= 1 for score in self.scores([(example, _NONSENSE) for example in examples])):
             self._refuse(f"its scorer accepts {_NONSENSE!r}")
         # A few questions may share a solution by chance; many may not.
         answer = examples[0].target
         others = [(example, answer) for example in examples if example.target != answer]
         if answer and len(others) > 2 and all(score >= 1 for score in self.scores(others)):
-            self._refuse(f"its scorer accepts {_short(answer)!r} for every question")
+            self._refuse(f"its scorer accepts {shortened(answer, 30)!r} for every question")
 
     def refuse_training_examples(self, trained: Task) -> None:
         """Refuse test questions that training did not exclude, since it excluded the test set of its own options only.
 
         Compares the questions: a smaller test set is the start of a larger one in all families of 0.1.25 but acre.
-
-        Raises:
-            NALoRAError: a larger test set, another seed or other settings with such questions.
         """
         if not isinstance(trained, Gym):
             return
@@ -244,11 +236,7 @@ class Gym(Task):
 
 
 def refuse_unknown_family(name: str) -> None:
-    """Refuse an unknown ``gym/`` family before anything is loaded; accepts all if reasoning-gym is not installed.
-
-    Raises:
-        NALoRAError: no family of that name.
-    """
+    """Raise a NALoRAError for an unknown ``gym/`` family; accept every family if reasoning-gym is not installed."""
     known, family = families(), name.partition("/")[2]
     if known and family not in known:
         raise NALoRAError(
@@ -266,7 +254,3 @@ def families() -> list[str]:
     except ImportError:
         return []
     return list(DATASETS)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 30 else f"{text[:29]}…"

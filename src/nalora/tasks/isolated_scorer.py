@@ -8,6 +8,7 @@ answers also run in the sandbox for generated programs, although their evaluatio
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -24,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nalora.errors import NALoRAError
 from nalora.tasks import sandbox
 
 # Calls that run a text, take unlimited time for one (Fraction("1e999999999") never ends), or call the scorer of another
@@ -52,29 +52,19 @@ def evaluates_answers(dataset: Any) -> bool:
 
 @dataclass
 class IsolatedScorer:
-    """The scorer of one family of reasoning-gym.
+    """The scorer of one family of reasoning-gym."""
 
-    Args:
-        where: what error messages name.
-        family: name of the family.
-        options: arguments of `create_dataset` for the family.
-        isolated: score in the sandbox for generated programs; False applies limits alone.
-        limits: what one answer may use.
-    """
-
-    where: str
+    where: str  # what error messages name
     family: str
-    options: Mapping[str, Any]
-    isolated: bool = True
-    limits: sandbox.Limits = LIMITS
+    options: Mapping[str, Any]  # arguments of `create_dataset` for the family
+    isolated: bool = True  # score in the sandbox for generated programs; False applies limits alone
+    limits: sandbox.Limits = LIMITS  # for one answer
 
     def scores(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float]:
         """Return the family's scores of (answer, question) pairs, from 0 to 1; 0 if its scorer fails or takes too long.
 
-        Score answers of a model one per call, so that they share no process.
-
-        Raises:
-            NALoRAError: this machine cannot isolate programs, or the scorer does not start or was killed twice.
+        Score answers of a model one per call, so that they share no process. Raises a NALoRAError if this machine
+        cannot isolate programs, or the scorer does not start or was killed twice.
         """
         # Every answer may take its whole time and is tried twice. No answer can end the scorer process itself, so
         # a process that was killed says nothing about the answer.
@@ -82,51 +72,48 @@ class IsolatedScorer:
             line = self.process.request((self.family, dict(self.options), list(answers)), waits=2 * len(answers))
             if line is not None:
                 break
-        if line is None or line.startswith(_SETUP):
-            raise _start_error(self.where, line)
+        if line is None or line.startswith("setup: "):
+            found = (line or "it ended without output").removeprefix("setup: ")
+            raise sandbox.start_error(f"{self.where}, its scorer process", found, "a scorer that starts")
         scores: list[float] = json.loads(line)
         return scores
 
     @property
     def process(self) -> ScorerProcess:
         """The process for this family, shared with all families that have the same limits."""
-        key = (os.getpid(), self.isolated, self.limits)
-        with _processes_lock:
-            return _processes.setdefault(key, ScorerProcess(self.where, self.isolated, self.limits))
+        return _process(os.getpid(), self.isolated, self.limits)
 
 
 class ScorerProcess:
     """A process with the scorers of all families; starts with the first request, and again after it has ended."""
 
-    def __init__(self, where: str, isolated: bool, limits: sandbox.Limits) -> None:
-        self.where, self.isolated, self.limits = where, isolated, limits
+    def __init__(self, isolated: bool, limits: sandbox.Limits) -> None:
+        self.isolated, self.limits = isolated, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._request_lock = threading.Lock()
 
     def request(self, job: Any, *, waits: int) -> str | None:
-        """Return the reply to a job, or None if none came within `waits` times the time limit.
-
-        Raises:
-            NALoRAError: this machine cannot isolate programs, or the process does not start.
-        """
+        """Return the reply, or why the process did not start; None if none came within `waits` times the time limit."""
         with self._request_lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                self.close()
-                process = self._start()
             line = None
             try:
+                if self._process is None or self._process.poll() is not None:
+                    self.close()
+                    self._process = self._start()
+                    first = self._read_line(self._process, 1)
+                    if first != "ready":
+                        return first
                 content = pickle.dumps(job)
-                assert process.stdin is not None
+                assert self._process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it may have written why it ended
-                    process.stdin.write(struct.pack("<Q", len(content)) + content)
-                    process.stdin.flush()
-                line = self._read_line(process, waits)
+                    self._process.stdin.write(struct.pack("<Q", len(content)) + content)
+                    self._process.stdin.flush()
+                line = self._read_line(self._process, waits)
+                return line
             finally:
                 # Without a reply, or if interrupted: the next answer must not get the score of this one.
                 if line is None:
                     self.close()
-            return line
 
     def close(self) -> None:
         """End the process if it is running."""
@@ -138,7 +125,7 @@ class ScorerProcess:
         backend = sandbox.check() if self.isolated else "unsafe"
         # Used by the backend "unsafe" alone: in a namespace the path refers to a different folder.
         folder = tempfile.TemporaryDirectory(prefix="nalora-")
-        self._process = process = subprocess.Popen(
+        process = subprocess.Popen(
             sandbox.command(backend, "scorer", folder.name, self.limits, ("reasoning_gym",)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -149,10 +136,6 @@ class ScorerProcess:
             start_new_session=True,
         )
         self._finalizer = weakref.finalize(self, _end, process, folder)
-        line = self._read_line(process, 1)
-        if line != "ready":
-            self.close()
-            raise _start_error(self.where, line)
         return process
 
     def _read_line(self, process: subprocess.Popen[bytes], waits: int) -> str | None:
@@ -163,14 +146,9 @@ class ScorerProcess:
         return line.strip() if line.endswith("\n") else None
 
 
-_SETUP = "setup: "
-_processes: dict[tuple[int, bool, sandbox.Limits], ScorerProcess] = {}
-_processes_lock = threading.Lock()
-
-
-def _start_error(where: str, line: str | None) -> NALoRAError:
-    found = (line or "it ended without output").removeprefix(_SETUP)
-    return sandbox.start_error(f"{where}, its scorer process", found, "a scorer that starts")
+@functools.cache
+def _process(process_id: int, isolated: bool, limits: sandbox.Limits) -> ScorerProcess:
+    return ScorerProcess(isolated, limits)
 
 
 def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:

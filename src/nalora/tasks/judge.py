@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -39,45 +40,35 @@ def rating(answer: str) -> float | None:
 
 
 class Judgements:
-    """The answers of a judge by prompt, in a file with one JSON object per line.
+    """The answers of a judge by a hash of what it was sent, in a JSON-lines file, or without one in memory only.
 
     A line is written at once. A line that is incomplete, since the machine stopped, is ignored: a repeated run
     requests that judgement again and no other.
-
-    Args:
-        file: JSON-lines file; None keeps the answers for this process only.
     """
 
     def __init__(self, file: str | Path | None = None) -> None:
         self.file = Path(file).expanduser() if file is not None else None
         self._lock = threading.Lock()
-        self._answers: dict[str, str] = {}
+        self.answers: dict[str, str] = {}
         self._incomplete_end = False
         if self.file is not None and self.file.is_file():
             text = self.file.read_text(encoding="utf-8", errors="replace")
             self._incomplete_end = bool(text) and not text.endswith("\n")
             for line in text.split("\n"):
-                row = _object(line)
-                if isinstance(row.get("key"), str) and isinstance(row.get("answer"), str) and not row.get("cut_off"):
-                    self._answers[row["key"]] = row["answer"]
-            if text.strip() and not self._answers and not text.startswith('{"key"'):
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    row = json.loads(line)
+                    key, answer = row["key"], row["answer"]
+                    if isinstance(key, str) and isinstance(answer, str) and not row.get("cut_off"):
+                        self.answers[key] = answer
+            if text.strip() and not self.answers and not text.startswith('{"key"'):
                 expected, fix = "a new file, or one that nalora wrote", "choose another file for judgements="
                 raise NALoRAError(str(self.file), found="a file without judgements", expected=expected, fix=fix)
 
-    @staticmethod
-    def key(model: str, system: str, prompt: str) -> str:
-        """Return the key of a judgement: a hash of everything the judge was sent."""
-        return hashlib.sha256(json.dumps([model, system, prompt]).encode()).hexdigest()
-
-    def answer(self, key: str) -> str | None:
-        """Return the latest answer with this key."""
-        return self._answers.get(key)
-
     def add(self, key: str, answer: str, **notes: Any) -> None:
-        """Record an answer, with notes for readers of the file; one with the note `cut_off` is not returned again."""
+        """Record an answer, with notes for readers of the file; one with the note `cut_off` is not used again."""
         with self._lock:
             if not notes.get("cut_off"):
-                self._answers[key] = answer
+                self.answers[key] = answer
             if self.file is None:
                 return
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,57 +79,34 @@ class Judgements:
             self._incomplete_end = False
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
 @dataclass
 class Judge:
     """Requests verdicts of one model at temperature 0; thread-safe.
 
     The key comes from OPENAI_API_KEY alone, and neither the record nor an error contains it or a part of it.
-
-    Args:
-        model: its name on the server.
-        url: the server, such as http://localhost:8000/v1; by default OPENAI_BASE_URL, then OpenAI's.
-        record: where the answers are kept.
-        max_tokens: maximum length of an answer; 2,048 as in the official MT-Bench.
-        attempts: how often an answer without a verdict is requested.
-        wait: seconds before the second attempt, doubled before each further one.
-        timeout: time limit in seconds for one answer, all tries of a busy server included.
     """
 
-    model: str | None
+    model: str | None  # its name on the server
     _: KW_ONLY
-    url: str | None = None
+    url: str | None = None  # such as http://localhost:8000/v1; by default OPENAI_BASE_URL, then OpenAI's
     record: Judgements = field(default_factory=Judgements)
-    max_tokens: int = 2048
-    attempts: int = 4
-    wait: float = 1.0
-    timeout: float = 300.0
+    max_tokens: int = 2048  # maximum length of an answer, as in the official MT-Bench
+    attempts: int = 4  # how often an answer without a verdict is requested
+    wait: float = 1.0  # seconds before the second attempt, doubled before each further one
+    timeout: float = 300.0  # time limit in seconds for one answer, all tries of a busy server included
 
     def check(self) -> None:
-        """Send one tiny request.
-
-        Raises:
-            NALoRAError: no judge model, no key, no server, a key the server rejects or a model it does not have.
-        """
+        """Raise a NALoRAError if the server does not answer a tiny request with this key and this model."""
         self._request("", "Say yes.", max_tokens=1, tries=2)
 
     def verdict(self, system: str, prompt: str, read: Callable[[str], Verdict | None]) -> Verdict:
         """Return what `read` extracts from the judge's answer: the recorded one, or a new one that is then recorded.
 
-        An answer that was cut off at `max_tokens` is not a verdict, whatever it contains.
-
-        Raises:
-            NALoRAError: the server refused, or no answer had a verdict.
+        An answer that was cut off at `max_tokens` is not a verdict, whatever it contains. Raises a NALoRAError if the
+        server refuses or no answer has a verdict.
         """
-        key = Judgements.key(self.model or "", system, prompt)
-        recorded = self.record.answer(key)
+        key = hashlib.sha256(json.dumps([self.model or "", system, prompt]).encode()).hexdigest()
+        recorded = self.record.answers.get(key)
         if recorded is not None and (verdict := read(recorded)) is not None:
             return verdict
         answer, cut_off = "", False

@@ -97,11 +97,7 @@ def run(
 
 @functools.cache
 def check() -> str:
-    """Return the first isolation backend in which a probe program finds no hole; cached per process.
-
-    Raises:
-        NALoRAError: this machine cannot isolate programs.
-    """
+    """Return the first isolation backend in which a probe program finds no hole; raise a NALoRAError without one."""
     faults = []
     for backend in _backends():
         fault = _fault(backend)
@@ -200,12 +196,8 @@ def _launch(backend: str, program: str, tests: str, entries: Sequence[str], prel
 def command(backend: str, module: str, folder: str, limits: Limits, packages: Sequence[str] = ()) -> list[str]:
     """Return the command that starts a module of `nalora.tasks.sandboxed`, which then isolates itself.
 
-    Args:
-        backend: what `check` returns, or "unsafe" for limits alone.
-        module: name of the module.
-        folder: where an "unsafe" process may write; the other backends choose their own folder.
-        limits: what the process may use.
-        packages: importable packages that it may use, with everything they require.
+    The backend "unsafe" applies limits alone, and writes to `folder`; the others choose their own folder. The process
+    can import these packages and everything they require, besides the standard library.
     """
     isolated = backend != "unsafe"
     view = sandbox_view.view(tuple(packages)) if isolated else sandbox_view.View((), (), folder)

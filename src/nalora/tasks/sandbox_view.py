@@ -47,11 +47,7 @@ def interpreter() -> str:
 
 @functools.cache
 def view(packages: tuple[str, ...] = ()) -> View:
-    """Return the files for this interpreter and these importable packages with everything they require.
-
-    Raises:
-        NALoRAError: a package is not installed, or the interpreter does not start without environment variables.
-    """
+    """Return the files for this interpreter and these importable packages with everything they require."""
     named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     # Also by the real path, in case a part of the path is a link.
     libraries = list(dict.fromkeys([*named, *map(os.path.realpath, named)]))
@@ -104,11 +100,7 @@ def _shared_libraries(paths: Sequence[str | Path]) -> list[str]:
 
 
 def package_files(packages: Sequence[str]) -> list[Path]:
-    """Return the files and folders in site-packages of these importable packages and everything they require.
-
-    Raises:
-        NALoRAError: a package is not installed.
-    """
+    """Return the files and folders in site-packages of these importable packages and everything they require."""
     paths: dict[str, Path] = {}
     distributions = metadata.packages_distributions() if packages else {}
     for package in packages:

@@ -44,9 +44,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 def literal(text: Any, *_names: Any) -> Any:
     """Replace `eval`: return numbers, strings, lists, tuples, sets and dicts of them, and arithmetic with numbers.
 
-    Raises:
-        ValueError: the text is anything else, or a number grows too large.
-        SyntaxError: the text is not Python.
+    Raises a ValueError for anything else and for numbers that grow too large, a SyntaxError if it is not Python.
     """
     return _value(_parsed(text))
 
@@ -91,9 +89,7 @@ def _number(node: ast.expr) -> Any:
 def is_formula(text: Any, names: Any = ()) -> bool:
     """Return whether the text is only arithmetic with numbers, variables and elementary functions.
 
-    Args:
-        text: an answer.
-        names: variables that the scorer itself defines.
+    Variables are single letters, words without a meaning in Python and sympy, and the `names` of the scorer.
     """
     if not isinstance(text, str) or not _FORMULA.fullmatch(text):
         return False

@@ -32,12 +32,8 @@ _PROGRAM_FD = 3
 def run_tests(backend: str, limits: isolation.Limits, folder: str, verdict: int, output: int) -> NoReturn:
     """Start the program in a child process, run the tests on it, write the verdict and exit.
 
-    Args:
-        backend: isolation backend of the supervisor.
-        limits: the fields of `nalora.tasks.sandbox.Limits`.
-        folder: working directory of the program, the only writable one.
-        verdict: the pipe to the supervisor: "ready", then a JSON object with passed and reason.
-        output: the pipe for what the program prints.
+    The program's working directory is the writable `folder`, and it prints to the pipe `output`. The pipe `verdict`
+    gets "ready", then a JSON object with passed and reason.
     """
     # Python's handler for SIGINT would let the program interrupt the first process of its namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -60,9 +60,7 @@ def enter() -> Settings:
 
     The backends "root" and "user" make new namespaces and a root of read-only files with one writable folder; the
     others need nothing here. Afterwards no process, even of the same user, can trace this one or read its memory.
-
-    Raises:
-        OSError: the system refuses one of the steps; the message names it.
+    An OSError names the step that the system refuses.
     """
     # The first process of a namespace gets only the signals it has a handler for, and Python installs one for SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -117,11 +115,7 @@ def _build_root(limits: Limits, view: dict[str, Any]) -> None:
 
 
 def confine(backend: str, limits: Limits) -> None:
-    """Give up every right that neither the caller nor its children need; irreversible, and inherited by children.
-
-    Raises:
-        OSError: the system refuses one of the steps; the message names it.
-    """
+    """Give up every right that neither the caller nor its children need; irreversible, and inherited by children."""
     if backend == "root":
         # A different user for every run: the limit on processes counts per user, and does not apply to user 0.
         user = 0x60000000 + int.from_bytes(os.urandom(3), "big")

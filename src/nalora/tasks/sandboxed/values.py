@@ -28,9 +28,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
     """Return the value as JSON data; `refer` returns a number for an object that is not plain data.
 
     A subclass is sent as the plain class whose equality it shares: a `Counter` as a dict, a named tuple as a tuple.
-
-    Raises:
-        RecursionError: the value contains itself.
+    Raises a RecursionError if the value contains itself.
     """
     if value is None or isinstance(value, (bool, str, float)):
         return value
@@ -46,8 +44,7 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
 def decode(data: Any, find: Callable[[int], Any]) -> Any:
     """Return the value that was encoded; `find` returns the object that a number refers to.
 
-    Raises:
-        ValueError, TypeError, RecursionError: the data is not a result of `encode`.
+    Raises a ValueError, TypeError or RecursionError if the data is not a result of `encode`.
     """
     if data is None or isinstance(data, (bool, str, float)):
         return data
