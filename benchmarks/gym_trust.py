@@ -14,7 +14,7 @@ from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.files import atomic
-from nalora.tasks import gym, gym_trust
+from nalora.tasks import gym
 
 # Questions of each family; fewer than that would not tell a tenth from nothing.
 ITEMS = 25
@@ -22,7 +22,7 @@ QUESTION, OTHER = "the question itself", "the answer to another question"
 TRIVIAL: dict[str, str] = {
     "nothing": "",
     "a space": " ",
-    **{answer: answer for answer in gym_trust.LITERAL},
+    **{answer: answer for answer in gym.LITERAL},
     "400 digits": "9" * 400,
 }
 
@@ -76,7 +76,7 @@ def main() -> None:
         except NALoRAError as error:  # composite has no questions of its own, codeio draws others each time
             print(f"{family}: left out, {error.found}", flush=True)
             continue
-        fault = gym_trust.fault(measured[family])
+        fault = gym.fault(measured[family])
         print(f"{family}: {fault.reason if fault else 'trusted'}", flush=True)
     rows = ",\n".join(f"  {json.dumps(family)}: {json.dumps(row)}" for family, row in measured.items())
     head = f'"reasoning_gym": {json.dumps(version("reasoning-gym"))},\n "items": {ITEMS}'
@@ -84,7 +84,7 @@ def main() -> None:
     if sys.argv[1:]:
         print(table)
     else:
-        atomic.write(gym_trust.FILE, table)
+        atomic.write(gym.TRUST_FILE, table)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks import gym_trust
 
 factory = pytest.importorskip("reasoning_gym.factory")
 
@@ -144,7 +143,7 @@ def test_an_empty_answer_is_an_answer():
 @pytest.mark.parametrize(("family", "words"), [("game_of_life_halting", "'qqq'"), ("puzzle24", "for every question")])
 def test_a_scorer_that_accepts_anything_is_refused(family, words, monkeypatch):
     """Also where nobody measured it, as in a later version of reasoning-gym."""
-    monkeypatch.setattr(gym_trust, "untrusted", dict)
+    monkeypatch.setattr("nalora.tasks.gym.untrusted", dict)
     with pytest.raises(NALoRAError, match=words):
         gym(family, test_size=5).prepare_scoring()
 

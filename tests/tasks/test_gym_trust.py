@@ -14,10 +14,10 @@ import pytest
 
 from nalora import tasks
 from nalora.errors import NALoRAError
-from nalora.tasks import gym, gym_trust
+from nalora.tasks import gym
 
 pytest.importorskip("reasoning_gym")
-TABLE = json.loads(gym_trust.FILE.read_text(encoding="utf-8"))
+TABLE = json.loads(gym.TRUST_FILE.read_text(encoding="utf-8"))
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gym_trust.py"
 # Cannot be generated: one combines other families, one generates other questions each time.
 LEFT_OUT = {"composite", "codeio"}
@@ -47,14 +47,14 @@ def test_the_table_can_be_measured_again():
 def test_the_whole_table_can_be_measured_again():
     """By the faults: a busy machine may not finish an answer in its time, which changes a share."""
     again = measured_again(*sorted(TABLE["families"]))
-    faults = {family: found for family, row in again.items() if (found := gym_trust.fault(row)) is not None}
+    faults = {family: found for family, row in again.items() if (found := gym.fault(row)) is not None}
     assert {family: found.measure for family, found in faults.items()} == {
-        family: found.measure for family, found in gym_trust.untrusted().items()
+        family: found.measure for family, found in gym.untrusted().items()
     }
 
 
 def test_families_that_accept_anything_are_listed():
-    listed = gym_trust.untrusted()
+    listed = gym.untrusted()
     assert {"coin_flip", "game_of_life_halting", "puzzle24"} <= set(listed)
     assert listed["coin_flip"].reason == "its scorer gives the full score to '0' for 96% of its questions"
     assert listed["game_of_life"].measure == "score"
@@ -85,7 +85,7 @@ def row(answer="0", accuracy=0.0, score=0.0, by_chance=0.0):
     ],
 )
 def test_a_family_is_judged_by_what_is_above_chance(own, by_accuracy, by_score, measure):
-    found = gym_trust.fault({"own": own, "by_accuracy": by_accuracy, "by_score": by_score})
+    found = gym.fault({"own": own, "by_accuracy": by_accuracy, "by_score": by_score})
     assert (found.measure if found else None) == measure
 
 

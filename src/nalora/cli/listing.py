@@ -37,7 +37,7 @@ def methods() -> None:
 def tasks() -> None:
     """List the tasks with their measures, and the families of reasoning-gym whose scores are unreliable."""
     from nalora import tasks
-    from nalora.tasks import gym_trust
+    from nalora.tasks import gym
 
     rows = table("task", "description", "measures")
     for name, title, measures in tasks.described():
@@ -45,7 +45,7 @@ def tasks() -> None:
     console().print(rows)
     console().print("You can write your own task as a Python file: docs/extending.md.", highlight=False)
     rows = table("unreliable", "reason", "measures")
-    for family, fault in gym_trust.untrusted().items():
+    for family, fault in gym.untrusted().items():
         rows.add_row(f"gym/{family}", fault.reason, "all" if fault.measure == "accuracy" else fault.measure)
     console().print(rows)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import random
 import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from nalora.errors import NALoRAError, did_you_mean, missing_package, require, shortened
-from nalora.tasks import gym_trust
 from nalora.tasks.isolated_scorer import IsolatedScorer, evaluates_answers
 from nalora.tasks.task import Example, Scores, Task
 
@@ -31,6 +33,15 @@ _UNREPEATABLE = ("codeio",)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NONSENSE = "qqq"
 _CHECKED = 20
+# Written by benchmarks/gym_trust.py, which gives the same trivial answers to every question of every family: a scorer
+# that gives points to them measures how a model writes and not what it knows. coin_flip accepts "0" nearly always.
+TRUST_FILE = Path(__file__).with_name("gym_trust.json")
+# What a trivial answer may score above its share of right answers: in accuracy, and in the mean score, since some
+# families give partial scores to every answer of the right form.
+_LARGEST_ACCURACY = 0.1
+_LARGEST_SCORE = 0.3
+# Trivial answers that are quoted in messages; the others are described.
+LITERAL = ("0", "1", "-1", "nan", "inf", "1e400", "True", "None", "[]", "{}", "qqq")
 
 Entry = dict[str, Any]
 PREFIX = "gym/"
@@ -95,7 +106,7 @@ class Gym(Task):
 
     def notice(self) -> str:
         """Return a notice if the family's scores are not meaningful."""
-        fault = gym_trust.untrusted().get(self.family)
+        fault = untrusted().get(self.family)
         if fault is None or fault.measure != "accuracy":
             return ""
         return f"{self.name}: {fault.reason}; training works, its evaluation is refused"
@@ -145,7 +156,7 @@ class Gym(Task):
         Raises a NALoRAError if its scores are not meaningful, as measured or with these settings, or if it evaluates
         answers and this machine cannot isolate that.
         """
-        fault = gym_trust.untrusted().get(self.family)
+        fault = untrusted().get(self.family)
         if fault is not None and fault.measure == "accuracy":
             self._refuse(fault.reason)
         if fault is not None:
@@ -254,3 +265,36 @@ def families() -> list[str]:
     except ImportError:
         return []
     return list(DATASETS)
+
+
+class Fault(NamedTuple):
+    """Why the scores of a family are not meaningful."""
+
+    measure: Literal["accuracy", "score"]  # "accuracy": no score is; "score": full scores are, partial scores are not
+    reason: str
+
+
+def fault(measured: dict[str, Any]) -> Fault | None:
+    """Return the fault in a family's row of gym_trust.json, or None."""
+    if measured["own"] is not None and measured["own"] < 1:
+        return Fault("accuracy", f"its scorer accepts only {measured['own']:.0%} of its own answers")
+    row = measured["by_accuracy"]
+    if row["accuracy"] - row["by_chance"] > _LARGEST_ACCURACY:
+        answer, share = _quoted(row["answer"]), f"{row['accuracy']:.0%} of its questions"
+        return Fault("accuracy", f"its scorer gives the full score to {answer} for {share}")
+    row = measured["by_score"]
+    if row["score"] - row["by_chance"] > _LARGEST_SCORE:
+        return Fault("score", f"its scorer gives {_quoted(row['answer'])} a score of {row['score']:.2f} on average")
+    return None
+
+
+def _quoted(answer: str) -> str:
+    return repr(answer) if answer in LITERAL else answer
+
+
+@functools.cache
+def untrusted() -> dict[str, Fault]:
+    """Return the faults by family."""
+    families = json.loads(TRUST_FILE.read_text(encoding="utf-8"))["families"]
+    faults = {family: fault(measured) for family, measured in families.items()}
+    return {family: reason for family, reason in faults.items() if reason is not None}

@@ -172,7 +172,7 @@ def _launch(backend: str, program: str, tests: str, entries: Sequence[str], prel
         try:
             # With a fixed hash seed, a program that depends on the order of a set always gets the same verdict.
             result = subprocess.run(
-                command(backend, "supervisor", folder, limits),
+                command(backend, "harness", folder, limits),
                 input=json_text(job).encode(),
                 capture_output=True,
                 env={"PYTHONHASHSEED": "0"},

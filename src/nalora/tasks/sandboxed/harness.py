@@ -1,8 +1,12 @@
-"""The two processes inside the sandbox: the program, and the test harness that runs the tests on it.
+"""Run one program against its tests inside the sandbox, in three processes: supervisor, test harness and program.
 
-The tests and the values they expect exist in the harness only. The program receives one call after the other and
-returns plain data, so nothing it patches, prints, returns or exits with can make a wrong value equal the right one,
-and the pipe for the verdict is closed in its process before its first line runs.
+The supervisor isolates, enforces the limits on time and output, kills everything and writes one JSON object to standard
+output. With namespaces it stays outside the process namespace whose first process is the harness: when that is killed,
+the kernel kills every process in it, and `waitpid` returns after the last one.
+
+Only the harness holds the tests and the values they expect. The program receives one call after the other and returns
+plain data, so nothing it patches, prints, returns or exits with can make a wrong value equal the right one, and the
+pipe for the verdict is closed in its process before its first line runs.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import functools
 import json
 import operator
 import os
+import select
 import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import types
 from typing import Any, NoReturn
@@ -27,16 +33,80 @@ from . import isolation, values
 _LONGEST_REPLY = 16 << 20
 _LONGEST_REASON = 500
 _PROGRAM_FD = 3
+_TAIL = 4096
 
 
-def run_tests(backend: str, limits: isolation.Limits, folder: str, verdict: int, output: int) -> NoReturn:
+def main() -> None:
+    """Run one program with its tests."""
+    try:
+        settings = isolation.enter()
+        isolation.die_with_parent()
+    except OSError as error:
+        return _report(setup=str(error))
+    backend, limits = settings["backend"], settings["limits"]
+    verdict_in, verdict_out = os.pipe()
+    output_in, output_out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _run_tests(backend, limits, settings["view"]["folder"], verdict_out, output_out)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.write(verdict_out, f"{type(error).__name__}: {error}"[:500].encode())
+            os._exit(1)
+    for descriptor in (verdict_out, output_out, 0):
+        os.close(descriptor)
+    verdict, output, stopped = _watch(verdict_in, output_in, limits)
+    isolation.stop(child, backend)
+    # What is left in the pipe, without waiting for processes that still hold its other end.
+    os.set_blocking(output_in, False)
+    with contextlib.suppress(BlockingIOError):
+        output += os.read(output_in, 65536)
+    ready, _, result = verdict.partition(b"\n")
+    if ready != b"ready":
+        return _report(setup=stopped or ready.decode(errors="replace") or "the test harness died before it started")
+    try:
+        fields = json.loads(result)
+    except ValueError:
+        fields = {"passed": False, "reason": stopped or "the test harness died"}
+    timed_out = not result and stopped.startswith("timed out")
+    _report(**fields, timed_out=timed_out, output=output[-_TAIL:].decode(errors="replace"))
+
+
+def _watch(verdict_in: int, output_in: int, limits: isolation.Limits) -> tuple[bytes, bytes, str]:
+    """Return what the harness wrote, the end of the output, and why it must be stopped ("" if it ended by itself)."""
+    deadline = time.monotonic() + limits["wall_seconds"]
+    verdict, output, written = b"", b"", 0
+    pipes = [verdict_in, output_in]
+    while verdict_in in pipes:
+        left = deadline - time.monotonic()
+        readable = select.select(pipes, [], [], max(left, 0))[0]
+        for pipe in readable:
+            content = os.read(pipe, 65536)
+            if not content:
+                pipes.remove(pipe)
+            elif pipe == verdict_in:
+                verdict += content
+            else:
+                written += len(content)
+                output = (output + content)[-_TAIL:]
+        if written > limits["output_bytes"]:
+            return verdict, output, f"wrote more than {limits['output_bytes']:,} bytes"
+        if not readable or left <= 0:  # endless output is always readable
+            return verdict, output, f"timed out after {limits['wall_seconds']} s"
+    return verdict, output, ""
+
+
+def _report(**fields: Any) -> None:
+    os.write(1, json.dumps(fields).encode())
+
+
+def _run_tests(backend: str, limits: isolation.Limits, folder: str, verdict: int, output: int) -> NoReturn:
     """Start the program in a child process, run the tests on it, write the verdict and exit.
 
     The program's working directory is the writable `folder`, and it prints to the pipe `output`. The pipe `verdict`
     gets "ready", then a JSON object with passed and reason.
     """
-    # Python's handler for SIGINT would let the program interrupt the first process of its namespace.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     os.chdir(folder)
     os.dup2(output, 1)
