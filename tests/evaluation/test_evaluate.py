@@ -1,4 +1,4 @@
-"""Asked in batches or one by one, at once or in pieces, a model scores the same; what was written is kept."""
+"""Scores do not depend on batches or interruptions, and finished outputs are reused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded(tmp_path_factory) -> Loaded:
 
 
 class Echo(Task):
-    """Scores by the first letter that was written."""
+    """Scores by the first letter of the answer."""
 
     name, title = "echo", "echo"
     max_new_tokens = 6
@@ -51,21 +51,21 @@ def written(loaded, examples, **options):
     return {a.example.id: a for batch in generator.batches(examples) for a in generator.answer(batch)}
 
 
-def test_padded_batches_write_what_is_written_one_by_one(loaded):
+def test_padded_batches_give_the_same_answers_as_single_prompts(loaded):
     examples = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
     together, alone = written(loaded, examples), written(loaded, examples, batch_tokens=1)
     assert {k: a.outputs for k, a in together.items()} == {k: a.outputs for k, a in alone.items()}
     assert {k: a.tokens for k, a in together.items()} == {k: a.tokens for k, a in alone.items()}
 
 
-def test_it_is_plain_greedy_generation(loaded):
+def test_answers_equal_greedy_generation(loaded):
     prompt = Encoder(loaded.processor).prompt(["What is"])
     expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
     answer = written(loaded, [Example("a", "What is")])["a"]
     assert answer.outputs == [loaded.processor.decode(expected, skip_special_tokens=True)]
 
 
-def test_stop_texts_cut_and_conversations_go_on(loaded):
+def test_stop_texts_cut_answers_and_conversations_continue(loaded):
     free = written(loaded, [Example("a", "Tell")])["a"].outputs[0]
     stopped = written(loaded, [Example("a", "Tell")], stop=(free[3],))["a"]
     assert stopped.outputs[0] == free[: free.index(free[3])]
@@ -76,7 +76,7 @@ def test_stop_texts_cut_and_conversations_go_on(loaded):
     assert talk["a"].outputs == [free, again.outputs[0]]
 
 
-def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
+def test_finished_answers_are_not_generated_again(loaded, tmp_path, monkeypatch):
     whole = evaluate(loaded, Echo(), tmp_path / "whole", batch_tokens=60)
     asked = []
     answer = AnswerGenerator.answer
@@ -107,7 +107,7 @@ def test_what_was_finished_is_not_asked_again(loaded, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("generate", "file"), [(True, "summary.json"), (False, "losses.json")])
-def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, generate, file):
+def test_a_smaller_limit_does_not_replace_a_larger_summary(loaded, tmp_path, generate, file):
     def asked(limit):
         summary = evaluate(loaded, Echo(), tmp_path, limit=limit, generate=generate)
         return summary["examples"], json.loads((tmp_path / file).read_text())["examples"]
@@ -121,7 +121,7 @@ def test_a_quick_look_leaves_the_whole_result_where_it_is(loaded, tmp_path, gene
     assert json.loads((tmp_path / file).read_text())["questions"] == 9
 
 
-def test_intervals_stand_beside_every_measure(loaded, tmp_path):
+def test_every_measure_has_intervals(loaded, tmp_path):
     summary = evaluate(loaded, Echo(40), tmp_path)
     measured = summary["measures"]["accuracy"]
     for kind in ("binomial", "bootstrap"):
@@ -131,7 +131,7 @@ def test_intervals_stand_beside_every_measure(loaded, tmp_path):
 
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize(("count", "limit", "found"), [(0, None, "none of 0 questions"), (9, 0, "none of 9 questions")])
-def test_nothing_to_ask_is_said_before_anything_is_kept(loaded, tmp_path, generate, count, limit, found):
+def test_no_questions_are_refused_before_anything_is_written(loaded, tmp_path, generate, count, limit, found):
     with pytest.raises(nalora.NALoRAError, match=found):
         evaluate(loaded, Echo(count), tmp_path, limit=limit, generate=generate)
     assert list(tmp_path.iterdir()) == []
@@ -139,7 +139,7 @@ def test_nothing_to_ask_is_said_before_anything_is_kept(loaded, tmp_path, genera
         evaluation.summarise(Echo(), [], [])
 
 
-def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
+def test_a_run_is_evaluated_with_its_adapter_and_its_base(tmp_path):
     settings = {
         "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 12,
         "settings": {"max_terms": 2, "min_digits": 2}, "output": str(tmp_path / "run"), "steps": 2,
@@ -170,7 +170,7 @@ def test_a_run_is_asked_with_its_adapter_and_its_base(tmp_path):
     assert evaluate_target(settings["output"], other)["adapted"]["examples"] == 2
 
 
-def test_it_writes_into_no_folder_of_somebody_else_s(loaded, tmp_path):
+def test_folders_with_foreign_files_are_refused(loaded, tmp_path):
     (tmp_path / "outputs.jsonl").write_text('{"id": "mine"}')
     with pytest.raises(nalora.NALoRAError, match="files that nalora did not write"):
         evaluate(loaded, Echo(2), tmp_path)
@@ -189,7 +189,7 @@ def test_one_process_at_a_time_evaluates_into_a_folder(loaded, tmp_path):
     evaluate(loaded, Echo(2), tmp_path / "e")
 
 
-def test_what_version_0_1_wrote_goes_on(loaded, tmp_path):
+def test_evaluations_of_version_0_1_are_continued(loaded, tmp_path):
     before = evaluate(loaded, Echo(2), tmp_path)
     (tmp_path / ".nalora.json").unlink()
     outputs = (tmp_path / "outputs.jsonl").read_bytes()

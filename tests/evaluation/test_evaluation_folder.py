@@ -1,4 +1,4 @@
-"""The folder of an evaluation: its own files, and no way out of it."""
+"""The folder of an evaluation contains its own files and no symbolic links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nalora.runs import marker
 
 
 @pytest.mark.parametrize("name", ["outputs.jsonl", "scores.jsonl", "losses.jsonl", "judgements.jsonl", "summary.json"])
-def test_a_file_that_leads_out_is_refused_and_what_it_leads_to_stays(tmp_path, name):
+def test_symbolic_links_are_refused_and_their_targets_unchanged(tmp_path, name):
     theirs = tmp_path / "theirs.txt"
     theirs.write_text("a line\nhalf a li")
     folder = tmp_path / "evaluation"

@@ -1,4 +1,4 @@
-"""What is written, and how many tokens that took, does not depend on what else is in the batch."""
+"""Answers and their number of tokens do not depend on the other rows of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = [Example(str(n), "ab" * n + "?") for n in (1, 9, 4, 17, 2)]
 
 
 def answers(model, encoder, examples=EXAMPLES, *, alone=False, static=False, **options):
-    """(text, tokens, finished) of each example, all in one batch or each alone."""
+    """Return (text, tokens, finished) of each example, in one batch or one by one."""
     writer = AnswerGenerator(model, encoder, max_new_tokens=24, batch_tokens=1 if alone else 32_768, **options)
     writer.static = static
     found = {a.example.id: a for batch in writer.batches(examples) for a in writer.answer(batch)}
@@ -43,7 +43,7 @@ def bart():
     return transformers.BartForConditionalGeneration(config).double().eval()
 
 
-def test_an_encoder_with_absolute_positions_reads_the_same_in_a_batch(bart):
+def test_an_encoder_with_absolute_positions_gives_the_same_answers_in_a_batch(bart):
     encoder = Encoder(tiny.tokenizer(), "seq2seq")
     alone = answers(bart, encoder, alone=True)
     assert len({text for text, _, _ in alone}) > 2, "prompts make a difference"
@@ -56,14 +56,14 @@ def test_tokens_end_with_the_first_stop_text(llama, pad, static):
     tokenizer = tiny.tokenizer()
     free = [text for text, _, _ in answers(llama, Encoder(tokenizer))]
     tokenizer.pad_token = pad
-    # A letter that comes back in the first answer, so that there is a first and a last; in others it never comes.
+    # A letter that occurs more than once in the first answer and never in some other.
     stop = next(letter for letter in free[0] if free[0].count(letter) > 1 and any(letter not in text for text in free))
     expected = [(t.split(stop)[0], t.index(stop) + 1, True) if stop in t else (t, 24, False) for t in free]
     for alone in (True, False):
         assert answers(llama, Encoder(tokenizer), alone=alone, static=static, stop=(stop,)) == expected
 
 
-def test_of_two_stop_texts_the_one_that_begins_first_cuts(llama):
+def test_the_stop_text_that_starts_first_cuts_the_answer(llama):
     encoder = Encoder(tiny.tokenizer())
     ((free, _, _),) = answers(llama, encoder, EXAMPLES[:1])
     stop = (free[4:6], free[3:6])

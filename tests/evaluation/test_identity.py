@@ -1,4 +1,4 @@
-"""Numbers that were kept are found again for the same weights and the same questions, and for nothing else."""
+"""Results are reused for the same weights and the same questions, and for nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path, monkeypatch) -> str:
 
 @pytest.fixture
 def ask(tmp_path):
-    """Asks where everything was kept; where nothing was, the very same has to come out."""
+    """Evaluate in a folder with earlier results; a new folder must give the same result."""
     others = count()
 
     def asked(target, who="model", **request):
@@ -57,17 +57,17 @@ def questions(folder: Path, *numbers: int) -> str:
 
 
 def change_weights(file: Path) -> None:
-    """Other weights in a file of the same size and time."""
+    """Write other weights into a file of the same size and modification time."""
     before = file.stat()
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def test_the_same_questions_in_another_folder_are_not_asked_again(model, tmp_path, monkeypatch):
+def test_the_same_questions_in_another_folder_are_not_evaluated_again(model, tmp_path, monkeypatch):
     first = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
     before = evaluate_target(model, Request(**first), output=tmp_path / "kept", device="cpu")["model"]
-    monkeypatch.setattr(AnswerGenerator, "answer", lambda self, batch: pytest.fail("asked again"))
+    monkeypatch.setattr(AnswerGenerator, "answer", lambda self, batch: pytest.fail("evaluated again"))
     moved = {"task": "gsm8k", "data_dir": questions(tmp_path / "b", 1, 2)}
     for request in (first, moved):
         after = evaluate_target(model, Request(**request), output=tmp_path / "kept", device="cpu")["model"]
@@ -75,21 +75,21 @@ def test_the_same_questions_in_another_folder_are_not_asked_again(model, tmp_pat
         assert after == {name: before[name] for name in after} | {"evaluated": after["evaluated"]}
 
 
-def test_other_questions_and_an_edited_file_are_asked(model, tmp_path, ask):
+def test_other_questions_and_an_edited_file_are_evaluated(model, tmp_path, ask):
     here = ask(model, task="gsm8k", data_dir=questions(tmp_path / "a", 1, 2))
     there = ask(model, task="gsm8k", data_dir=questions(tmp_path / "b", 7, 8))
     edited = ask(model, task="gsm8k", data_dir=questions(tmp_path / "a", 1, 3))
     assert len({each["target_loss"]["value"] for each in (here, there, edited)}) == 3
 
 
-def test_replaced_weights_of_a_model_are_asked(model, tmp_path, ask):
+def test_replaced_weights_of_a_model_are_evaluated(model, tmp_path, ask):
     request = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
     before = ask(model, **request)
     change_weights(Path(model) / "model.safetensors")
     assert ask(model, **request)["target_loss"] != before["target_loss"]
 
 
-def test_another_style_and_another_template_are_asked(model, tmp_path, ask):
+def test_another_style_and_another_template_are_evaluated(model, tmp_path, ask):
     request = {"task": "gsm8k", "data_dir": questions(tmp_path / "a", 1, 2)}
     losses = [ask(model, style=style, **request)["target_loss"]["value"] for style in ("plain", "chat")]
     (template,) = Path(model).glob("chat_template.jinja")
@@ -98,7 +98,7 @@ def test_another_style_and_another_template_are_asked(model, tmp_path, ask):
     assert len(set(losses)) == 3
 
 
-def test_options_that_leave_the_questions_as_they_are_count(model, ask):
+def test_options_that_do_not_change_the_questions_change_the_key(model, ask):
     options = {"train_size": 2, "test_size": 3, "settings": {"max_terms": 2}}
     written = [
         ask(model, task="gym/chain_sum", options={**options, "max_new_tokens": most})["tokens"] for most in (2, 5)
@@ -106,7 +106,7 @@ def test_options_that_leave_the_questions_as_they_are_count(model, ask):
     assert written[0] < written[1]
 
 
-def test_another_adapter_and_another_base_beneath_it_are_asked(model, tmp_path, ask):
+def test_another_adapter_and_another_base_model_are_evaluated(model, tmp_path, ask):
     run = tmp_path / "run"
     train(check({
         "model": model, "task": "gym/chain_sum", "train_size": 8, "test_size": 3, "settings": {"max_terms": 2},
@@ -121,7 +121,7 @@ def test_another_adapter_and_another_base_beneath_it_are_asked(model, tmp_path, 
     assert losses["base"][0] == losses["base"][1] != losses["base"][2]
 
 
-def test_pictures_of_other_content_under_the_same_names_are_other_questions(tmp_path):
+def test_images_of_other_content_under_the_same_names_are_other_questions(tmp_path):
     from nalora import tasks
 
     image = pytest.importorskip("PIL.Image")

@@ -1,4 +1,4 @@
-"""Intervals cover what they promise."""
+"""Intervals have their stated coverage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nalora.errors import NALoRAError
 from nalora.evaluation.intervals import bootstrap, wilson
 
 
-def test_wilson_knows_its_textbook_values():
+def test_wilson_equals_textbook_values():
     low, high = wilson(8, 10)
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson(0, 20)[0] == 0.0 < wilson(0, 20)[1]
@@ -46,7 +46,7 @@ def test_bootstrap_leaves_a_fortieth_of_the_draws_on_either_side():
     assert bootstrap(1, lambda drawn: {"place": float(next(places))})["place"] == (25, 974)
 
 
-def test_of_nothing_a_share_may_be_anything_and_a_mean_is_none():
+def test_without_examples_wilson_is_0_to_1_and_bootstrap_is_refused():
     assert wilson(0, 0) == (0, 1)
     with pytest.raises(NALoRAError, match="no examples"):
         bootstrap(0, lambda drawn: {})

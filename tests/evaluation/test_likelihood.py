@@ -1,4 +1,4 @@
-"""The loss of targets is the model's own, whatever the batches."""
+"""The loss of targets equals the model's own for any batch size."""
 
 from __future__ import annotations
 

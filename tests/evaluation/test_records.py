@@ -1,4 +1,4 @@
-"""A row that was added is there after any kill, and a half-written one harms nothing."""
+"""Added rows survive a kill, and an incomplete last row is removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = [{"id": str(n), "text": "zwölf\n\u2028\x85" * n} for n in range(5)]
 
 
 @given(lost=st.integers(0, 200))
-def test_any_cut_leaves_whole_rows_and_a_file_to_append_to(tmp_path_factory, lost):
+def test_a_truncated_file_keeps_complete_rows_and_can_be_appended_to(tmp_path_factory, lost):
     path = tmp_path_factory.mktemp("records") / "rows.jsonl"
     Records(path).add(ROWS)
     whole = path.read_bytes()

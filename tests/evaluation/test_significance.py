@@ -1,4 +1,4 @@
-"""The statistics of results accept and reject at their stated rates, and say so in plain words."""
+"""The statistical tests have their stated error rates, and their sentences state the result."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ METHODS = [f"method {i}" for i in range(10)]
 
 
 def compare(values, baseline, **options):
-    """Every other method against the baseline."""
+    """Compare every other method with the baseline."""
     return compare_methods(values, [(method, baseline) for method in values if method != baseline], **options)
 
 
 def results(chance, seeds, differences, noise=1.0):
-    """Results that share a part by seed, as runs do that share data order and start."""
+    """Return results with a common term per seed, as runs that share data order and initialisation have."""
     shared = {seed: chance.gauss(0, 3 * noise) for seed in range(seeds)}
 
     def of(mean):
@@ -136,7 +136,7 @@ def test_only_seeds_that_both_have_are_paired():
     assert (each.seeds, each.difference) == (2, pytest.approx(0.45))
 
 
-def test_one_seed_says_nothing():
+def test_one_seed_decides_nothing():
     (each,) = compare({"lora": {0: 1.0}, "other": {0: 9.0}}, "lora", higher_is_better=True)
     assert (each.verdict, each.interval, each.p) == ("too few seeds", None, None)
     assert "which decides nothing" in each.sentence("accuracy")
@@ -147,13 +147,13 @@ def test_two_seeds_have_an_interval_and_no_verdict():
     each = compare(values, "lora", higher_is_better=True)[0]
     assert (each.verdict, each.seeds, each.p, each.adjusted_p) == ("too few seeds", 2, None, None)
     assert each.interval.low < each.difference < each.interval.high
-    told = each.sentence("accuracy")
-    assert "95 % interval" in told
-    assert "over 2 seeds, which are too few for a decision" in told
-    assert "better" not in told
+    sentence = each.sentence("accuracy")
+    assert "95 % interval" in sentence
+    assert "over 2 seeds, which are too few for a decision" in sentence
+    assert "better" not in sentence
 
 
-def test_arms_too_few_of_whose_seeds_are_known_do_not_weaken_what_is_said_of_the_others():
+def test_arms_with_too_few_seeds_do_not_weaken_other_claims():
     three = {"lora": {0: 1.0, 1: 1.1, 2: 0.9}, "other": {0: 0.5, 1: 0.61, 2: 0.39}}
     (alone,) = compare(three, "lora", higher_is_better=False)
     beside = compare({**three, "new": {0: 0.7, 1: 0.7}}, "lora", higher_is_better=False)[0]
@@ -266,7 +266,7 @@ def test_every_pair_of_runs_is_decided_by_whether_newcombes_interval_excludes_ze
         Estimate(5.0, Interval(-math.inf, math.inf)),
     ],
 )
-def test_of_a_ruined_run_nothing_is_claimed(broken):
+def test_nothing_is_claimed_of_a_diverged_run(broken):
     whole = Estimate(1.0, Interval(0.9, 1.1))
     pairs = {0: (broken, whole), 1: (whole, broken)}
     assert {*compare_estimates(pairs, higher_is_better=False).values()} == {"not distinguishable"}
@@ -338,7 +338,7 @@ def test_a_comparison_names_what_was_compared_and_how_many_seeds_would_decide_it
     assert far.seeds_to_decide is None
 
 
-def test_equal_differences_need_the_finest_step_to_say_how_many_seeds_decide():
+def test_equal_differences_need_the_finest_step_for_seeds_to_decide():
     values = {
         "lora": {0: 0.50, 1: 0.51, 2: 0.52},
         "other": {0: 0.51, 1: 0.52, 2: 0.53},

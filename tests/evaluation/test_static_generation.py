@@ -1,4 +1,4 @@
-"""Writing with a cache of fixed size writes what `generate` writes."""
+"""Generation with a cache of fixed size gives the same tokens as `generate`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_tokens_as_generate(device, tokens):
     model = tiny.llama(torch.float64).to(device).eval()
     ids, mask = prompts(device)
     plain = generated(model, ids, mask, tokens, [61])
-    # Ends that some rows meet early and others late or never: rows leave the batch on the way.
+    # End tokens that some rows reach early and others late or never, so that rows leave the batch.
     ends = [61, plain[0][0], plain[3][tokens // 2], plain[7][-1]]
     expected = generated(model, ids, mask, tokens, ends)
     found = generate_greedily(model, ids, mask, max_new_tokens=tokens, ends=ends, pad=PAD)
@@ -68,7 +68,7 @@ def test_a_cache_that_grows_changes_nothing(device, monkeypatch):
     assert len(set(lengths)) > 1
 
 
-def test_a_row_that_may_stop_leaves_and_the_others_go_on():
+def test_a_row_that_may_stop_leaves_and_the_others_continue():
     model = tiny.llama(torch.float64).eval()
     ids, mask = prompts("cpu")
     whole = generate_greedily(model, ids, mask, max_new_tokens=40, ends=[61], pad=PAD)

@@ -1,4 +1,4 @@
-"""A file is there whole or not at all, and nothing is left beside it."""
+"""A file is complete or missing, and no temporary file is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nalora.files import atomic
 
 
 @pytest.mark.parametrize("content", ["φ(z)·u\nzwei\n", b"\x00\xff\r\n"])
-def test_what_is_written_is_there_and_nothing_else(tmp_path, content):
+def test_a_written_file_is_complete_and_the_only_file(tmp_path, content):
     path = tmp_path / "file"
     for _ in range(2):  # the second one takes the place of the first
         atomic.write(path, content)
@@ -29,7 +29,7 @@ def test_what_is_written_is_there_and_nothing_else(tmp_path, content):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch, step):
+def test_a_failed_write_keeps_the_previous_file(tmp_path, monkeypatch, step):
     path = tmp_path / "file"
     atomic.write(path, "before")
     seen = []
@@ -46,7 +46,7 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch, step):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_tensors_come_back_with_their_metadata(tmp_path):
+def test_tensors_are_read_back_with_their_metadata(tmp_path):
     given = {"a": torch.arange(6.0).reshape(2, 3).T, "b": torch.tensor([True, False])}
     atomic.save_tensors(tmp_path / "t.safetensors", given, {"version": "1"})
     atomic.save_tensors(tmp_path / "plain.safetensors", given)

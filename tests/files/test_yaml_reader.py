@@ -1,4 +1,4 @@
-"""YAML that is no settings is refused in one sentence, and never builds what it says."""
+"""YAML that cannot be settings is refused in one sentence before its values are built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("reader", [runs.read, study.read], ids=["run", "study"])
-def test_hostile_files_are_one_sentence_at_once(tmp_path, name, reader):
+def test_hostile_files_are_refused_quickly_in_one_sentence(tmp_path, name, reader):
     text, said = HOSTILE[name]
     file = tmp_path / "hostile.yaml"
     file.write_text(text)
@@ -67,7 +67,7 @@ def test_a_byte_that_is_not_utf_8_is_named_with_its_line(tmp_path, reader):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\udcff", "."])
-def test_no_name_of_a_file_is_a_traceback(name):
+def test_invalid_file_names_are_refused(name):
     for reader in (runs.read, study.read):
         with pytest.raises(NALoRAError):
             reader(name)
@@ -93,19 +93,19 @@ _VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries
 
 @given(_VALUES)
 @settings(max_examples=60, deadline=None)
-def test_what_yaml_writes_is_read_as_yaml_reads_it(content):
+def test_values_equal_those_of_pyyaml(content):
     text = yaml.safe_dump(content, allow_unicode=True)
     assert value(text, "here") == yaml.safe_load(text)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=80) | st.text("&*[]{}:,-?!|>'\"%@` a0\n#<", max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_no_text_is_anything_but_a_value_or_a_refusal(text):
+def test_any_text_gives_a_value_or_a_nalora_error(text):
     with contextlib.suppress(NALoRAError):
         value(text, "here")
 
 
-def test_everything_of_the_project_is_read():
+def test_all_yaml_files_of_the_project_are_read():
     folder = Path(runs.__file__).parents[1] / "runs" / "recipes"
     files = sorted(folder.rglob("*.yaml"))
     assert len(files) > 20

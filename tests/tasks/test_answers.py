@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nalora.tasks.answers import published, robust, same_number
 
-# What models write, and the number a careful reader takes from it; None where there is none.
+# Generated answers, and the number that a careful reader takes from them, or None.
 FORMS = {
     # marks
     "She sells 9 eggs.\n#### 18": 18,
@@ -140,7 +140,7 @@ def test_a_careful_reader_takes_this_number(text):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_the_published_reader_is_as_blunt_as_published(text, number):
+def test_the_published_reader_ignores_signs_commas_and_decimals(text, number):
     assert published(text) == number
 
 

@@ -49,7 +49,7 @@ def tokenizer():
 
 
 def clip(dtype=torch.float32, spread: float = 3.0):
-    """A small CLIP with random weights, wide enough in the text tower to tell the prompts apart."""
+    """A small CLIP with random weights, wide enough in the text tower to distinguish the prompts."""
     torch.manual_seed(0)
     size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     text = dict(vocab_size=len(WORDS), max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -122,7 +122,7 @@ def test_prompts_longer_than_the_text_tower_are_cut():
     assert head.isfinite().all()
 
 
-def test_only_the_vision_tower_is_there_to_learn(digits):
+def test_only_the_vision_tower_is_trainable(digits):
     whole = clip()
     model = CLIPClassifier(whole, tokenizer(), PROMPTS)
     model(**PictureCollator(processor())(digits.train_images()[:4])).loss.backward()
@@ -135,7 +135,7 @@ def test_only_the_vision_tower_is_there_to_learn(digits):
 
 
 @pytest.mark.parametrize("target_modules", [LAYERS, ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]])
-def test_adapters_sit_in_the_vision_tower_alone(target_modules):
+def test_adapters_are_in_the_vision_tower_only(target_modules):
     model = adapted(target_modules=target_modules)
     linear = {
         name
@@ -171,7 +171,7 @@ def test_batches_of_any_size_give_the_same_predictions(digits):
     assert model.training
 
 
-def test_losses_of_classes_are_training_s_whatever_the_batches(digits):
+def test_losses_of_classes_equal_the_training_loss_for_any_batch_size(digits):
     model = classifier(torch.float64).train()
     pictures = digits.test_images()[:50]
     losses = class_losses(model, pictures, processor(), 7)
@@ -229,7 +229,7 @@ def trainer(model, digits, folder, **settings):
     return transformers.Trainer(model, arguments, train_dataset=digits.train_images(), data_collator=collator)
 
 
-def test_lora_with_trainer_learns_the_digits(digits, tmp_path):
+def test_lora_with_trainer_fits_the_digits(digits, tmp_path):
     model = adapted()
     frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
     test = digits.test_images()
@@ -245,7 +245,7 @@ def test_lora_with_trainer_learns_the_digits(digits, tmp_path):
     assert all(torch.equal(each, dict(model.named_parameters())[name]) for name, each in frozen.items())
 
 
-def test_full_fine_tuning_with_trainer_learns_and_evaluates(digits, tmp_path):
+def test_full_fine_tuning_with_trainer_fits_and_evaluates(digits, tmp_path):
     model = classifier()
     head = model.head.clone()
     run = trainer(model, digits, tmp_path, learning_rate=2e-3, max_steps=150)

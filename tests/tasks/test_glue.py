@@ -109,7 +109,7 @@ MRPC_COLUMNS = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 
 
 def mrpc_files(folder, *names):
-    """Files of MRPC, each with one pair that says which file it is of."""
+    """Files of MRPC, each with one pair that names its file."""
     for name in names:
         (folder / name).write_text(f"{MRPC_COLUMNS}1\t1\t2\t{name}\tTwo.\n")
     return tasks.get("mrpc", data_dir=folder)
@@ -154,7 +154,7 @@ def test_pairs_of_mrpc_without_ids_are_all_kept(tmp_path):
 
 def test_sentences_of_cola_that_are_test_questions_are_left_out_and_counted(folder):
     with (folder / "glue/cola/in_domain_train.tsv").open("a") as file:
-        # With another label too: what is asked is the sentence.
+        # Also with another label: sentences are compared.
         file.write("gj04\t0\t*\tHim sleeps.\ngj04\t1\t\tShe sleeps.\ngj04\t0\t*\tShe sleeps.\n")
     task = tasks.get("cola", data_dir=folder)
     assert [each.prompt for each in task.training_set()] == ["cola sentence: He sleeps."]
@@ -165,7 +165,7 @@ def test_sentences_of_cola_that_are_test_questions_are_left_out_and_counted(fold
     assert (len(alone.training_set()), alone.dropped_test_questions) == (4, None)
 
 
-def test_a_decoder_goes_on_with_the_label(folder):
+def test_a_decoder_continues_with_the_label(folder):
     example = tasks.get("sst2", data_dir=folder, prompt="decoder").test_examples()[0]
     assert example.prompt == "sst2 sentence: a fine film\nlabel:\n"
     assert example.target == "positive"
@@ -209,7 +209,7 @@ def test_each_set_has_its_measures(name, measures):
     assert tuple(_summary(task, [label], [label])) == measures
 
 
-def test_measures_of_all_answers_come_from_what_was_written():
+def test_measures_over_all_answers_use_the_answers():
     yes, no = "acceptable", "unacceptable"
     summary = _summary(tasks.get("cola"), [yes, yes, yes, no, no], [yes, yes, no, no, "maybe"])
     # (right * n - agreement expected) / the root of both spreads: (3·5 − (3·2+2·2))/√((25−13)(25−9))
@@ -241,7 +241,7 @@ def test_measures_agree_with_scikit_learn(seed):
     assert f1(labels, answers, "b") == pytest.approx(expected)
 
 
-def test_the_majority_class_is_always_told(folder):
+def test_the_majority_class_is_always_reported(folder):
     task = tasks.get("mrpc", data_dir=folder)
     words = ["equivalent"] * 279 + ["not_equivalent"] * 129
     examples = [tasks.Example(str(i), "", word, facts={"label": word}) for i, word in enumerate(words)]
@@ -252,7 +252,7 @@ def test_the_majority_class_is_always_told(folder):
     assert Counter(words)["equivalent"] == 279
 
 
-def test_what_is_missing_or_unlabelled_is_said(folder, monkeypatch):
+def test_missing_files_and_labels_are_reported(folder, monkeypatch):
     with pytest.raises(NALoRAError, match="none of glue/qnli/train.tsv"):
         tasks.get("qnli", data_dir=folder).train_examples()
     with pytest.raises(NALoRAError, match="one of t5, decoder"):

@@ -53,11 +53,11 @@ def test_a_class_may_be_missing_in_the_test_split_but_not_in_training(folder):
         file.unlink()
     assert [each.label for each in tasks.get("eurosat", data_dir=folder).test_images()] == [1, 1]
     save(folder / "test/lake/0.png", 0)
-    with pytest.raises(NALoRAError, match="test: found classes that train has not: lake"):
+    with pytest.raises(NALoRAError, match="test: found classes that are not in train: lake"):
         tasks.get("eurosat", data_dir=folder).test_images()
 
 
-def test_an_empty_folder_says_what_belongs_there(tmp_path):
+def test_the_error_of_an_empty_folder_names_the_expected_files(tmp_path):
     with pytest.raises(NALoRAError, match="dtd: found no images in .*train; expected .*train/CLASS/\\*.png"):
         tasks.get("dtd", data_dir=tmp_path).classes  # noqa: B018
 
@@ -77,7 +77,7 @@ def test_a_damaged_image_is_named(folder):
     ],
 )
 def test_the_hub_gives_classes_and_images(name, called, monkeypatch):
-    """A stand-in for the download alone: what comes back is a real data set with decoding images."""
+    """Only the download is replaced: the result is a real data set that decodes images."""
     calls = []
 
     def load_dataset(path, part, split):
@@ -99,7 +99,7 @@ def test_the_hub_gives_classes_and_images(name, called, monkeypatch):
     assert len(calls) == 2
 
 
-def test_a_hub_out_of_reach_says_so(monkeypatch):
+def test_an_unreachable_hub_is_reported(monkeypatch):
     def load_dataset(*_, **__):
         raise ConnectionError("no network\nmore")
 

@@ -38,7 +38,7 @@ def hub(monkeypatch):
     return asked
 
 
-def test_files_of_gsm8k_are_learnt_from_and_asked(folder):
+def test_files_of_gsm8k_are_used_for_training_and_testing(folder):
     task = tasks.get("gsm8k", data_dir=folder)
     (train,) = task.train_examples()
     assert (train.id, train.prompt, train.target) == ("gsm8k-train-0", "Q: How many eggs?\nA: ", EGGS["answer"])
@@ -56,7 +56,7 @@ def test_the_hub_gives_metamathqa_and_the_test_split(hub):
     assert hub == [("meta-math/MetaMathQA", "train", None), ("openai/gsm8k", "test", "main")]
 
 
-def test_the_hub_gives_gsm8k_for_training_when_asked(hub):
+def test_the_hub_gives_gsm8k_for_training_if_chosen(hub):
     assert len(tasks.get("gsm8k", train_set="gsm8k").train_examples()) == 2
     assert hub == [("openai/gsm8k", "train", "main")]
 
@@ -86,7 +86,7 @@ def test_metamathqa_is_read_from_its_file(tmp_path, file):
     assert len(tasks.get("gsm8k", data_dir=tmp_path).train_examples()) == 3
 
 
-def test_the_calculators_notes_are_removed_when_asked(folder):
+def test_the_calculators_notes_can_be_removed(folder):
     (train,) = tasks.get("gsm8k", data_dir=folder, calculator=False).train_examples()
     assert train.target == "She has 16 - 7 = 9.\nNine times 2 is 18.\n#### 18"
 
@@ -109,7 +109,7 @@ def test_alpaca_is_the_other_prompt(folder):
         (1, "nothing", 0, 0),
     ],
 )
-def test_both_readers_judge_side_by_side(folder, index, output, accuracy, accuracy_published):
+def test_both_readers_score_the_answer(folder, index, output, accuracy, accuracy_published):
     task = tasks.get("gsm8k", data_dir=folder)
     scores = task.score(task.test_examples()[index], [output])
     assert scores == {"accuracy": accuracy, "accuracy_published": accuracy_published}

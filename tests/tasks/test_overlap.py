@@ -1,4 +1,4 @@
-"""No task trains on its test questions, and a result says how many training examples were left out for that."""
+"""No task trains on its test questions, and results count the training examples left out for that."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_test_questions_are_not_trained_on(make, tmp_path):
     before = task.train_examples()
     examples = task.training_set()
     assert [each.question for each in examples] == kept
-    # reasoning-gym's families leave them out as they draw.
+    # reasoning-gym's families leave test questions out when they generate.
     drawn = task.train_size if make is gym_task else len(before)
     assert task.dropped_test_questions == drawn - len(kept) > 0
     assert task.not_compared is None
@@ -140,7 +140,7 @@ def test_copies_of_the_hub_s_test_images_are_found_without_decoding(monkeypatch)
     assert task.training_images()[1].rgb().getpixel((0, 0)) == (110, 0, 0)
 
 
-def test_equal_files_are_one_sentence_before_training(tmp_path):
+def test_equal_files_are_refused_before_training(tmp_path):
     for split in ("train", "test"):
         lines(tmp_path / f"{split}.jsonl", gsm8k("How many?", "Why?"))
     run = {"model": tiny.saved_llama(tmp_path / "model"), "task": "gsm8k", "data_dir": str(tmp_path), "device": "cpu",
@@ -149,7 +149,7 @@ def test_equal_files_are_one_sentence_before_training(tmp_path):
         train(check(run))
 
 
-def test_a_result_says_how_many_were_left_out_and_another_test_file_with_them_is_refused(tmp_path):
+def test_dropped_examples_are_counted_and_test_files_with_training_examples_refused(tmp_path):
     folder, others = tmp_path / "data", tmp_path / "others"
     lines(folder / "train.jsonl", gsm8k("How many?", "Why?", "When?"))
     lines(folder / "test.jsonl", gsm8k("why?"))
@@ -164,7 +164,7 @@ def test_a_result_says_how_many_were_left_out_and_another_test_file_with_them_is
     evaluate_target(run["output"], Request(data_dir=str(others), generate=False, with_base=False), device="cpu")
 
 
-def test_without_a_test_set_nothing_is_left_out_and_the_reason_is_told(tmp_path, capsys):
+def test_without_a_test_set_nothing_is_left_out_and_the_reason_is_printed(tmp_path, capsys):
     from rich.console import Console
 
     lines(tmp_path / "train.jsonl", gsm8k("How many?", "Why?"))

@@ -1,4 +1,4 @@
-"""Data that is not what it should be is refused in words, with the file and the row; what only looks odd is read."""
+"""Malformed data is refused with the file and the row; unusual but valid data is read."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def judged(folder):
 WIZARDLM, QUESTIONS = "alpaca_evol_instruct_70k.json", "question.jsonl"
 CODEFEEDBACK = "CodeFeedback-Filtered-Instruction.jsonl"
 REFUSED = [
-    # file, its text, who reads it, what is said
+    # file, its text, its reader, the expected message
     ("test.jsonl", "[1, 2]", asked("gsm8k"), r"test.jsonl:1: found \[1, 2\]; expected a JSON object"),
     ("test.jsonl", '\n"x"', asked("gsm8k"), r"test.jsonl:2: found 'x'; expected a JSON object"),
     ("test.jsonl", "{'a': 1}", asked("gsm8k"), "test.jsonl:1: found no JSON"),
-    ("test.jsonl", '{"question": "caf\xe9"}'.encode("latin-1"), asked("gsm8k"), "the byte 0xe9, which is no UTF-8"),
-    ("dev.tsv", "sentence\tlabel\ncaf\xe9\t1\n".encode("latin-1"), asked("sst2"), "the byte 0xe9, which is no UTF-8"),
+    ("test.jsonl", '{"question": "caf\xe9"}'.encode("latin-1"), asked("gsm8k"), "the byte 0xe9, which is not UTF-8"),
+    ("dev.tsv", "sentence\tlabel\ncaf\xe9\t1\n".encode("latin-1"), asked("sst2"), "the byte 0xe9, which is not UTF-8"),
     ("dev.tsv", "sentence\tlabel\nshort\n", asked("sst2"), "sst2 test, row 0: found no 'label'"),
     ("MetaMathQA-395K.json", '"x"', learnt("gsm8k"), "found 'x'; expected one JSON list"),
     ("MetaMathQA-395K.json", '{"a": 1}', learnt("gsm8k"), "row 0: found no text 'type' among a"),
@@ -88,7 +88,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("file", "text", "read", "words"), REFUSED)
-def test_wrong_data_is_refused_in_words(tmp_path, file, text, read, words):
+def test_malformed_data_is_refused_with_file_and_row(tmp_path, file, text, read, words):
     sound = {
         "question.jsonl": lines({**QUESTION, "category": "math"}), "reference_gpt-4.jsonl": lines(REFERENCE),
         "judge_prompts.jsonl": lines({**PROMPT, "name": "single-math-v1"}),
@@ -100,7 +100,7 @@ def test_wrong_data_is_refused_in_words(tmp_path, file, text, read, words):
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_a_mark_of_utf_8_is_no_part_of_the_data(tmp_path, mark):
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path, mark):
     file = tmp_path / "rows"
     file.write_text(f'{mark}{{"a": "é"}}\n\n{{"a": "b"}}\n', encoding="utf-8")
     assert jsonl_rows(file) == json_rows(file) == [{"a": "é"}, {"a": "b"}]
@@ -110,12 +110,12 @@ def test_a_mark_of_utf_8_is_no_part_of_the_data(tmp_path, mark):
     assert tsv_rows(file) == [{"a": "é", "b": "1"}]
 
 
-def test_lines_under_the_name_of_a_list_are_learnt_from(tmp_path):
+def test_json_lines_under_the_name_of_a_json_list_are_read(tmp_path):
     (tmp_path / WIZARDLM).write_text(lines({"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}))
     assert [each.target for each in learnt("mt-bench")(tmp_path)] == ["b", "d"]
 
 
-def test_a_long_field_is_read_and_the_limit_is_given_back(tmp_path):
+def test_a_long_field_is_read_and_the_limit_is_restored(tmp_path):
     before = csv.field_size_limit()
     (tmp_path / "dev.tsv").write_text(f"sentence\tlabel\n{'a' * 200_000}\t1\n")
     assert len(asked("sst2")(tmp_path)[0].prompt) > 200_000

@@ -1,4 +1,4 @@
-"""No task trains on its prompts: on token level, what the loss sees is the target and its end, for every family."""
+"""No task trains on its prompts: the loss covers the tokens of the target and its end, for every tokenizer family."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def task(request, tmp_path, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_the_loss_sees_targets_alone(task, kind):
+def test_the_loss_covers_the_targets_only(task, kind):
     tokenizer = tiny.tokenizer()
     encoder = Encoder(tokenizer, kind)
     examples = task.train_examples()

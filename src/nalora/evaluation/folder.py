@@ -45,9 +45,9 @@ class Records:
         if len(valid) < data.count(b"\n"):
             raise NALoRAError(
                 f"{path}, line {1 + next((i for i, row in enumerate(rows) if row not in valid), len(rows))}",
-                found="a row of another form",
+                found="a row that no evaluation wrote",
                 expected=f"one with {', '.join(sorted(keys))}",
-                fix="move the file away, and the evaluation is done anew",
+                fix="move the file away and evaluate again",
             )
         self.rows: dict[str, dict[str, Any]] = {row["id"]: row for row in valid}
 

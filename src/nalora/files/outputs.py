@@ -33,7 +33,7 @@ def refuse_foreign_files(paths: Iterable[Path], is_own: Callable[[bytes], bool],
         if stat.S_ISLNK(mode):
             found = "a symbolic link"
         elif not stat.S_ISREG(mode):
-            found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+            found = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         else:
             with path.open("rb") as file:
                 head = file.read(_HEAD)

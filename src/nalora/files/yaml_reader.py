@@ -77,14 +77,14 @@ def value(text: str, where: str) -> Any:
         repeated: list[str] = []
         _measure(node, where, {}, repeated)
         if repeated:
-            raise NALoRAError(where, found="; ".join(repeated), expected="every key once", fix="keep one of them")
+            raise NALoRAError(where, found="; ".join(repeated), expected="each key once", fix="keep one of them")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        found, fix = f"no YAML ({_problem(error)})", "write one `key: value` a line"
+        found, fix = f"no YAML ({_problem(error)})", "write one `key: value` per line"
         cause: Exception = error
     except _WRONG_VALUES as error:
         found = f"a value that YAML cannot read ({type(error).__name__}: {shortened(str(error))})"
-        fix, cause = "write it between quotes, as a text", error
+        fix, cause = "put the value in quotes", error
     raise NALoRAError(where, found=found, expected="YAML", fix=fix) from cause
 
 
@@ -93,8 +93,8 @@ def _refuse_deep(levels: int, where: str) -> None:
         raise NALoRAError(
             where,
             found=f"lists or settings nested in more than {MOST_LEVELS} levels",
-            expected="settings, one level below another at most a few times",
-            fix="take the inner levels out",
+            expected="settings nested in a few levels",
+            fix="reduce the nesting",
         )
 
 
@@ -107,7 +107,7 @@ def _measure(node: Any, where: str, sizes: dict[int, tuple[int, int] | None], re
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
-            found, fix = "a value that contains itself", "take out the alias (*name)"
+            found, fix = "a value that contains itself", "remove the alias (*name)"
             raise NALoRAError(where, found=found, expected="settings", fix=fix)
         return size
     sizes[id(node)] = None
@@ -119,7 +119,7 @@ def _measure(node: Any, where: str, sizes: dict[int, tuple[int, int] | None], re
             raise NALoRAError(
                 where,
                 found=f"a NUL or half a surrogate pair in line {node.start_mark.line + 1}",
-                expected="characters of a text",
+                expected="text",
                 fix="remove the escape (\\0, \\ud800 … \\udfff)",
             )
     elif node.id == "mapping":

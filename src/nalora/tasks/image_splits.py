@@ -136,9 +136,9 @@ def from_folder(task: str, folder: Path) -> Splits:
     if unknown:
         raise NALoRAError(
             f"{folder / 'test'}",
-            found=f"classes that train has not: {', '.join(unknown[:5])}",
+            found=f"classes that are not in train: {', '.join(unknown[:5])}",
             expected="the classes of train",
-            fix="name the folders of both splits alike",
+            fix="use the same folder names in both splits",
         )
     splits = []
     for split in ("train", "test"):

@@ -78,7 +78,7 @@ def jsonl_rows(file: Path) -> Rows:
     """Return the JSON objects of a file with one in each line."""
     with _opened(file) as lines:
         return [
-            _object(_parsed(line, f"{file}:{number}", "one JSON object a line"), f"{file}:{number}")
+            _object(_parsed(line, f"{file}:{number}", "one JSON object per line"), f"{file}:{number}")
             for number, line in enumerate(lines, 1)
             if line.strip()
         ]
@@ -140,7 +140,7 @@ def _opened(file: Path, newline: str | None = None) -> Iterator[IO[str]]:
     except UnicodeDecodeError as error:
         raise NALoRAError(
             str(file),
-            found=f"the byte 0x{error.object[error.start]:02x}, which is no UTF-8",
+            found=f"the byte 0x{error.object[error.start]:02x}, which is not UTF-8",
             expected="UTF-8",
             fix="convert it: iconv -f LATIN1 -t UTF-8",
         ) from error

@@ -70,7 +70,7 @@ def hold_out_indices(ids: Sequence[str], size: int) -> tuple[list[int], list[int
         raise NALoRAError(
             f"validation_size: {size}",
             found=f"{len(ids)} training examples",
-            expected="fewer held out than there are",
+            expected="fewer held-out examples than training examples",
             fix="lower validation_size",
         )
     by_hash = sorted(ids, key=lambda id: hashlib.blake2b(id.encode(), digest_size=8).digest())
