@@ -73,7 +73,7 @@ def claimed_folder(folder: Path, *, take_over: bool = False) -> Iterator[None]:
     """
     marker.refuse_foreign(folder, "evaluation", option="--output", known=_is_of_0_1)
     for file in (folder / name for name in (*_ROW_KEYS, *_SUMMARY_KEYS)):
-        if contents.exists(file) and (file.is_symlink() or not file.is_file()):
+        if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
             raise wrong_kind(
                 file, "file", "a file that an evaluation can append to", "move it away, or give another --output"
             )

@@ -54,6 +54,15 @@ def _temporary_file(path: Path) -> tuple[Path, int]:
             return partial, os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if the file is missing, damaged or holds anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a folder's list of files, to the disk."""
     if os.name == "nt" and path.is_dir():

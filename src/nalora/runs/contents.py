@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from nalora.errors import NALoRAError, wrong_kind
 from nalora.files import yaml_reader
+from nalora.files.atomic import read_json
 from nalora.runs import checkpoints, old_names
 from nalora.runs.marker import MARKER, is_marked
 from nalora.runs.settings import RunSettings, check
@@ -30,11 +30,11 @@ _PARTIAL = re.compile(rf"\.({'|'.join(map(re.escape, (*FILES, MARKER, LOCK)))})\
 
 def own_entries(folder: Path) -> Iterator[Path]:
     """Yield what nalora wrote into a run's folder, without evaluations and reports; lock and marker last."""
-    yield from (folder / name for name in (*FILES, *WHOLE_FOLDERS) if exists(folder / name))
+    yield from (folder / name for name in (*FILES, *WHOLE_FOLDERS) if os.path.lexists(folder / name))
     yield from (entry for entry in sorted(folder.iterdir()) if _PARTIAL.fullmatch(entry.name))
     yield from checkpoints.own(folder / "checkpoints")
     yield from (entry for entry in _entries(folder / "snapshots") if is_snapshot(entry.name))
-    yield from (folder / name for name in (LOCK, MARKER) if exists(folder / name))
+    yield from (folder / name for name in (LOCK, MARKER) if os.path.lexists(folder / name))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -59,14 +59,13 @@ def is_run_of_0_1(folder: Path) -> bool:
     """
     try:
         options = old_names.current(yaml_reader.read(folder / "run.yaml", "a run's settings", "train it again"))
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
         if not {"model", "task", "method"} <= options.keys():
             return False
         run_options = {name: options[name] for name in RunSettings.__dataclass_fields__ if name in options}
         check(run_options | {"method": "lora", "task": "gsm8k"})
-    except (OSError, ValueError, NALoRAError):
+    except NALoRAError:
         return False
-    return isinstance(environment, dict) and isinstance(environment.get("versions"), dict)
+    return isinstance((read_json(folder / "environment.json") or {}).get("versions"), dict)
 
 
 def is_run(folder: Path) -> bool:
@@ -77,11 +76,7 @@ def is_run(folder: Path) -> bool:
 def refuse_wrong_types(folder: Path, *names: str) -> None:
     """Raise NALoRAError if one of nalora's names is a symbolic link, or a file where a folder belongs, or the reverse.
 
-    Writing there would leave the run's folder, or fail hours later.
-
-    Args:
-        folder: the run's folder.
-        names: those that are going to be written; all by default.
+    Writing there would leave the run's folder, or fail hours later. By default all names are checked.
     """
     files = [folder / name for name in (MARKER, LOCK, *FILES)]
     folders = [folder / name for name in (*WHOLE_FOLDERS, *SHARED_FOLDERS)]
@@ -90,7 +85,7 @@ def refuse_wrong_types(folder: Path, *names: str) -> None:
         folders += [path for path, name in names_in_place if is_snapshot(name) or checkpoints.step_in(name) is not None]
     for path in (path for path in (*files, *folders) if not names or path.name in names):
         is_kind, kind = (stat.S_ISDIR, "folder") if path in folders else (stat.S_ISREG, "file")
-        if exists(path) and not is_kind(path.lstat().st_mode):
+        if os.path.lexists(path) and not is_kind(path.lstat().st_mode):
             raise _refusal(path, kind)
         if path.parent == folder and path.name in WHOLE_FOLDERS and path.is_dir():
             # Libraries write into these folders file by file, and open what is there.
@@ -100,8 +95,3 @@ def refuse_wrong_types(folder: Path, *names: str) -> None:
 
 def _refusal(path: Path, kind: str) -> NALoRAError:
     return wrong_kind(path, kind, f"a {kind} inside the run's folder", "move it away, or give another output=")
-
-
-def exists(path: Path) -> bool:
-    """Return whether anything has that name, including a broken symbolic link."""
-    return os.path.lexists(path)

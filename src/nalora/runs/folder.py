@@ -138,6 +138,10 @@ class RunFolder:
         """Return the last undamaged checkpoint below step `before`; `notify` gets a line for each damaged one."""
         return checkpoints.latest(self.checkpoints, before, notify)
 
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint after that step, as transformers names it."""
+        return self.checkpoints / f"checkpoint-{step}"
+
     @property
     def trained(self) -> Path:
         """The folder that a finished run saved: the whole model after full fine-tuning, otherwise the adapter."""

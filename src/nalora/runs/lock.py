@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import secrets
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError
-from nalora.files.atomic import json_text
+from nalora.files.atomic import json_text, read_json
 from nalora.runs.contents import LOCK
 from nalora.runs.marker import MARKER
 
@@ -53,11 +52,9 @@ class Owner(NamedTuple):
 
 
 class FolderLock:
-    """Held from `take` to `release`, or in a ``with`` block.
+    """The lock of a folder with nalora's marker, held from `take` to `release` or in a ``with`` block.
 
-    Args:
-        folder: a folder with nalora's marker.
-        take_over: whether the lock of a process on another host is taken over.
+    With `take_over` the lock of a process on another host is taken over.
     """
 
     def __init__(self, folder: Path, *, take_over: bool = False) -> None:
@@ -194,11 +191,8 @@ def _exclusive(marker: Path) -> Iterator[bool]:
 
 def _read(path: Path) -> Owner | None:
     """Return the owner that a lock file names; None without a file, or if it cannot be read."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Owner(**{name: content[name] for name in Owner._fields})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    content = read_json(path) or {}
+    return Owner(*map(content.__getitem__, Owner._fields)) if content.keys() >= {*Owner._fields} else None
 
 
 def _start_time(pid: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from nalora import __version__
 from nalora.errors import NALoRAError
-from nalora.files.atomic import json_text
+from nalora.files.atomic import json_text, read_json
 
 MARKER = ".nalora.json"
 FORMAT = 1
@@ -34,15 +33,10 @@ class Made(NamedTuple):
 def read(folder: Path) -> dict[str, Any] | None:
     """Return the content of a folder's marker; None without one, or if nalora did not write it."""
     path = folder / MARKER
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    content = read_json(path) if path.is_file() and not path.is_symlink() else None
     types = {"nalora": str, "format": int, "kind": str}
-    known = isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in types.items())
-    return content if known and content["kind"] in _KINDS else None
+    known = content and all(isinstance(content.get(name), kind) for name, kind in types.items())
+    return content if content and known and content["kind"] in _KINDS else None
 
 
 def is_marked(folder: Path, kind: Kind) -> bool:

@@ -23,16 +23,6 @@ def studies() -> dict[str, Path]:
     return {file.stem: file for file in sorted(STUDIES.glob("*.yaml"))}
 
 
-def recipe(name: str | Path) -> Path:
-    """Return the path if it is a file, else the recipe of that name, else the path unchanged."""
-    return _file_or_named(Path(name), recipes())
-
-
-def study(name: str | Path) -> Path:
-    """Return the path if it is a file, else the study of that name, else the path unchanged."""
-    return _file_or_named(Path(name), studies())
-
-
 def summary(file: Path) -> tuple[str, str]:
     """Return the file's description and its cost."""
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -42,7 +32,9 @@ def summary(file: Path) -> tuple[str, str]:
     return "", ""
 
 
-def _file_or_named(path: Path, named: Mapping[str, Path]) -> Path:
+def find(name: str | Path, named: Mapping[str, Path]) -> Path:
+    """Return the path if it is a file, else the recipe or study of that name, else the path unchanged."""
+    path = Path(name)
     try:
         is_file = path.is_file()
     except (OSError, ValueError):  # a name that is too long or has a NUL byte

@@ -6,24 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+from rich.progress import TimeRemainingColumn as Remaining
 
 Report = Callable[[str, int, int], None]
 
 
 def progress_bars(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
     """Return bars with counts and times; `columns` are shown between them."""
-    before = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*before, *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=transient)
+    counts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*counts, *columns, Elapsed(), Remaining(), console=console, transient=transient)
 
 
 @contextlib.contextmanager

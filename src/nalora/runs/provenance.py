@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -24,10 +25,8 @@ def environment(folder: Path) -> dict[str, Any]:
 
     versions = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     cuda = torch.cuda.is_available()
     try:  # relative, so that the paths stay right when the whole project is moved
         working_directory = os.path.relpath(Path.cwd(), folder.resolve())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from nalora.errors import NALoRAError
 from nalora.files import python_files, yaml_reader
+from nalora.files.atomic import read_json
 from nalora.runs import contents
 from nalora.runs.folder import RunFolder
 from nalora.runs.provenance import WORKING_DIRECTORY
@@ -49,10 +49,8 @@ def advice(settings: RunSettings) -> str:
 def read_run(folder: RunFolder, *, trust: bool = False, own: Mapping[str, Any] | None = None) -> Run:
     """Return the settings of a run, with relative paths resolved from the folder in which it was started.
 
-    Args:
-        folder: the run's folder.
-        trust: whether code that its settings name may run, see `nalora.runs.trust`.
-        own: the user's own settings of this run, whose code may run anyway.
+    With `trust`, code that its settings name may run, see `nalora.runs.trust`; without it, only code that the user's
+    `own` settings of this run name as well.
 
     Raises:
         NALoRAError: no run there, settings that cannot be read, or settings that would run code without trust.
@@ -69,11 +67,9 @@ def read_run(folder: RunFolder, *, trust: bool = False, own: Mapping[str, Any] |
 def _with_absolute_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the settings with absolute in place of relative paths, if the run was started in another folder."""
     settings = dict(options)
-    try:
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-        started = (folder / environment[WORKING_DIRECTORY]).resolve()
-    except (OSError, ValueError, KeyError, TypeError):  # version 0.1 did not record it
-        return settings
+    recorded = (read_json(folder / "environment.json") or {}).get(WORKING_DIRECTORY)
+    # Version 0.1 did not record it.
+    started = (folder / recorded).resolve() if isinstance(recorded, str) else Path.cwd()
     for name in _PATHS if started != Path.cwd() else ():
         value = settings.get(name)
         python_file = python_files.split(value)
@@ -126,11 +122,8 @@ def finished_run(path: str | Path, *, trust: bool = False, own: Mapping[str, Any
 
 def diverged_step(folder: RunFolder) -> int | None:
     """Return the step at which a run diverged; None if it did not, or has not ended."""
-    try:
-        result = json.loads(folder.result.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return int(result.get("diverged_step") or 0) if isinstance(result, dict) and result.get("diverged") else None
+    result = read_json(folder.result) or {}
+    return int(result.get("diverged_step") or 0) if result.get("diverged") else None
 
 
 def refuse_diverged(folder: RunFolder, settings: RunSettings) -> None:

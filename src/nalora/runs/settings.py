@@ -106,8 +106,9 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     Raises:
         NALoRAError: no such file, not YAML, or wrong settings, all of which are named in one message.
     """
-    path = packaged.recipe(file)
-    fix = did_you_mean(str(file), packaged.recipes(), "check the path, or give a recipe's name: see `nalora recipes`")
+    recipes = packaged.recipes()
+    path = packaged.find(file, recipes)
+    fix = did_you_mean(str(file), recipes, "check the path, or give a recipe's name: see `nalora recipes`")
     options = old_names.renamed(yaml_reader.read(path, "a run's YAML file", fix))
     if "arms" in options:
         raise NALoRAError(str(path), found="a study", expected="a run's YAML file", fix=f"nalora study {path}")

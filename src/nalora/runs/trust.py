@@ -49,12 +49,9 @@ def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict
 
 
 def refuse_untrusted(options: Mapping[str, Any], folder: Path, own: Mapping[str, Any] | None = None) -> None:
-    """Raise NALoRAError if the settings in a run.yaml would execute code or send a key.
+    """Raise NALoRAError if the options in a run.yaml would execute code or send a key.
 
-    Args:
-        options: the content of the run.yaml.
-        folder: the run's folder.
-        own: the user's own settings of the same run, as a study has them; what they name as well is allowed.
+    What the user's `own` settings of the same run name as well, as a study's do, is allowed.
     """
     clauses = [
         clause

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError, collecting, did_you_mean, shortened
+from nalora.errors import collecting, missing_package, shortened, unknown_name
 from nalora.methods import optimizers
 
 # Larger integers fail deep inside a library: torch counts in 64 bits, seeds have 32.
@@ -150,12 +150,8 @@ def refuse_unknown_loggers(report_to: str | Sequence[str]) -> None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for name in (name for name in loggers if name not in INTEGRATION_TO_CALLBACK):
-        raise NALoRAError(
-            f"report_to: {shortened(name)}",
-            found="no logger of that name",
-            expected=f"none, all, or one or more of {', '.join(INTEGRATION_TO_CALLBACK)}",
-            fix=did_you_mean(name, INTEGRATION_TO_CALLBACK, "leave report_to out"),
-        )
+        known, where = ["none", "all", *INTEGRATION_TO_CALLBACK], f"report_to: {shortened(name)}"
+        raise unknown_name(where, "no logger of that name", name, known, "leave report_to out")
 
 
 def refuse_missing_loggers(report_to: str | Sequence[str]) -> None:
@@ -172,9 +168,6 @@ def refuse_missing_loggers(report_to: str | Sequence[str]) -> None:
         try:  # transformers does not list every logger; the callbacks of the others raise without their package
             integration_utils.INTEGRATION_TO_CALLBACK[name]()
         except Exception as error:
-            raise NALoRAError(
-                f"report_to: {name}",
-                found=f"that {name} is not installed",
-                expected="the package of every logger",
-                fix=f"pip install {_LOGGER_PACKAGES.get(name, name)}, or leave report_to out",
-            ) from error
+            package = _LOGGER_PACKAGES.get(name, name)
+            instead = ", or leave report_to out"
+            raise missing_package(f"report_to: {name}", package, "to log with", instead=instead) from error

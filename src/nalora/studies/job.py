@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ class _Replacement:
 
     def complete(self) -> None:
         """Complete a swap that was begun; do nothing if there is none."""
-        if contents.is_run(self.new.path) and not contents.exists(self.place.path):
+        if contents.is_run(self.new.path) and not os.path.lexists(self.place.path):
             self.new.path.rename(self.place.path)
         if self.place.path.is_dir() and contents.is_run(self.old):
             marker.mark(self.old, "run")
@@ -132,7 +133,7 @@ class _Replacement:
         own = set(contents.own_entries(self.old))
         for file in sorted(entry for entry in self.old.rglob("*") if entry.is_symlink() or not entry.is_dir()):
             target = self.place.path / file.relative_to(self.old)
-            if not own.intersection((file, *file.parents)) and not contents.exists(target):
+            if not own.intersection((file, *file.parents)) and not os.path.lexists(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file.rename(target)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nalora import tasks
+from nalora.files.atomic import read_json
 from nalora.runs import contents, marker, old_names
 from nalora.runs.folder import HELD_OUT, INDIFFERENT, RunFolder
 from nalora.runs.settings import Run
@@ -88,7 +89,7 @@ class Store:
         all questions. A run that diverged has an infinite loss in every part: training it again would do the same.
         """
         folder = self.folder(name)
-        trained = _read(folder.result)
+        trained = read_json(folder.result)
         if trained is None:
             return None
         if trained.get("diverged"):
@@ -99,7 +100,7 @@ class Store:
         questions: dict[str, str] = {}
         # The name of a task may contain a slash, which makes its folder one level deeper.
         for path in sorted(folder.evaluations.rglob("adapted-*/losses.json")):
-            evaluated = _read(path)
+            evaluated = read_json(path)
             if evaluated is None or evaluated.get("task") != trained.get("task") or is_on_other_data(evaluated):
                 continue
             part = VALIDATION if path.parent.parent.name.endswith(HELD_OUT) else TEST
@@ -109,7 +110,7 @@ class Store:
                 continue  # a damaged file: this part is evaluated again
             losses[part] = _number(loss["value"]) if loss else math.nan
             questions[part] = questions_digest(evaluated)
-            summary = _read(path.with_name("summary.json"))
+            summary = read_json(path.with_name("summary.json"))
             count = evaluated.get("examples", 0)
             if part == TEST and summary and summary.get("examples", 0) >= min(count, test_limit or count):
                 measures = {name: _number(measure["value"]) for name, measure in summary["measures"].items()}
@@ -122,15 +123,6 @@ def _is_of_0_1(root: Path) -> bool:
     """Whether version 0.1, which wrote no marker, stored runs there."""
     keys = {entry.name.partition(".")[0] for entry in root.iterdir() if _KEY.fullmatch(entry.name)}
     return any(contents.is_run(root / name) for name in keys)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if it is missing, damaged or not a mapping."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _number(value: Any) -> float:

@@ -112,7 +112,7 @@ def read(file: str | Path, *, trust: bool = True) -> Study:
     Raises:
         NALoRAError: no such file, or a study that cannot run (all problems in one message).
     """
-    path = packaged.study(file)
+    path = packaged.find(file, packaged.studies())
     content = yaml_reader.read(path, "a study's YAML file", "see `nalora recipes` for those that come with nalora")
     if "arms" not in content and "model" in content:
         raise NALoRAError(str(path), found="a run", expected="a study's YAML file", fix=f"nalora train {path}")
@@ -123,7 +123,7 @@ def read(file: str | Path, *, trust: bool = True) -> Study:
 
 def question(file: str | Path) -> str:
     """Return the study's question: the comment at the top of its file, up to the number of runs."""
-    lines = packaged.study(file).read_text(encoding="utf-8").splitlines()
+    lines = packaged.find(file, packaged.studies()).read_text(encoding="utf-8").splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     left_out = ("# nalora ", "# for ", packaged.IN_SHORT)
     text = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith(left_out))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.distributed import processes
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package
 from nalora.kernels.cuda_graphs import GraphedStep
 from nalora.models.attention import unmasked_attention
 from nalora.runs.settings import RunSettings
@@ -66,14 +66,11 @@ def refuse_unless_graphs_fit(settings: RunSettings, device: str, dtype: str, acc
 
 def refuse_unless_liger_runs(device: str) -> None:
     """Raise NALoRAError if Liger's kernels are not installed, or the device is not a GPU."""
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    if not installed or not device.startswith("cuda"):
-        raise NALoRAError(
-            "liger: true",
-            found=f"a run on {device}" if installed else "no liger-kernel",
-            expected="Liger's kernels on a GPU",
-            fix="leave liger out" if installed else "pip install liger-kernel, or leave liger out",
-        )
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise missing_package("liger: true", "liger_kernel", "for its kernels", instead=", or leave liger out")
+    if not device.startswith("cuda"):
+        expected = "Liger's kernels on a GPU"
+        raise NALoRAError("liger: true", found=f"a run on {device}", expected=expected, fix="leave liger out")
 
 
 @contextlib.contextmanager

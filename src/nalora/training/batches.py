@@ -77,12 +77,7 @@ class LikeLengths(Sampler[int]):
     """A random order in which the examples of a batch have similar lengths, which leaves little padding.
 
     Groups of batches are drawn and sorted, and their batches are shuffled. The order depends only on the seed and the
-    epoch: a resumed run, or one on more processes, gets the same.
-
-    Args:
-        lengths: of the examples.
-        batch_size: examples of one optimizer step.
-        seed: of the random order.
+    epoch: a resumed run, or one on more processes, gets the same. A batch is that of an optimizer step.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:

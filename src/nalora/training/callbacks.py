@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -53,7 +52,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Continue with the totals of the checkpoint that is resumed."""
-        file = self._checkpoint(state) / _TOTALS
+        file = self.folder.checkpoint(state.global_step) / _TOTALS
         if not file.is_file():
             self.first_step = state.global_step
             return
@@ -84,10 +83,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
                 "logged_step": self.trainer._globalstep_last_logged,
                 "seconds": self.seconds,
             }
-            write_json(self._checkpoint(state) / _TOTALS, totals)
-
-    def _checkpoint(self, state: Any) -> Path:
-        return self.folder.checkpoints / f"checkpoint-{state.global_step}"
+            write_json(self.folder.checkpoint(state.global_step) / _TOTALS, totals)
 
 
 class GracefulStop(TrainerCallback):  # type: ignore[misc]

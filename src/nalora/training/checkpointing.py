@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
@@ -34,12 +33,8 @@ def _warn(line: str) -> None:
 class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
     """Decides on checkpoints by the clock, marks complete ones and removes old ones.
 
-    Must be installed after all other callbacks, so that what they write into a checkpoint is part of it.
-
-    Args:
-        folder: the run's folder.
-        minutes: between checkpoints; 0 writes none by the clock.
-        lock: of the folder, in the first process.
+    Must be installed after all other callbacks, so that what they write into a checkpoint is part of it. With 0
+    `minutes` none is written by the clock.
     """
 
     def __init__(self, folder: RunFolder, minutes: float, lock: FolderLock | None = None) -> None:
@@ -76,7 +71,7 @@ class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
         """Mark the checkpoint complete: no process writes into it any more."""
         processes.barrier()
         if processes.is_first_process():
-            checkpoints.complete(self._checkpoint(state.global_step))
+            checkpoints.complete(self.folder.checkpoint(state.global_step))
             checkpoints.rotate(self.folder.checkpoints)
         self.last_save = time.monotonic()
         if self._save_began is not None:
@@ -86,11 +81,8 @@ class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
     def _begin(self, *_: Any, **__: Any) -> None:
         self._save_began = time.monotonic()
         if processes.is_first_process():
-            checkpoints.begin(self._checkpoint(self.trainer.state.global_step))
+            checkpoints.begin(self.folder.checkpoint(self.trainer.state.global_step))
         processes.barrier()  # the others write into the folder that the first one created
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.folder.checkpoints / f"checkpoint-{step}"
 
     def _is_due(self, state: Any) -> bool:
         """Return whether the interval is over and one more checkpoint stays within the share of the time."""
@@ -106,9 +98,9 @@ class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
 
     def _is_name_free(self, step: int) -> bool:
         """Return whether the name is free; a folder of that name that nalora did not write stays unchanged."""
-        free = checkpoints.is_free(self._checkpoint(step))
+        free = checkpoints.is_free(self.folder.checkpoint(step))
         if not free:
-            _warn(f"no checkpoint at step {step}: {self._checkpoint(step)} is not nalora's")
+            _warn(f"no checkpoint at step {step}: {self.folder.checkpoint(step)} is not nalora's")
         return free
 
     def _has_space(self, size: float) -> bool:

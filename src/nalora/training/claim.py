@@ -27,13 +27,7 @@ _DEADLY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class Claim(NamedTuple):
-    """A claimed folder.
-
-    Args:
-        checkpoint: the one that all processes resume from; None for a new start.
-        lock: held by the first process; None in the others.
-        notices: sentences about damaged checkpoints, to print.
-    """
+    """A claimed folder: the checkpoint to resume from, the first process's lock, and notices of damaged checkpoints."""
 
     checkpoint: Path | None
     lock: FolderLock | None
@@ -109,7 +103,7 @@ def _claim_in_all_processes(
             expected="one that all nodes share: checkpoints and starts are kept in it",
             fix="give an output= on a shared file system",
         )
-    return claim._replace(checkpoint=folder.checkpoints / f"checkpoint-{step}" if step else None)
+    return claim._replace(checkpoint=folder.checkpoint(step) if step else None)
 
 
 def _claim(folder: RunFolder, run: Run, resume: bool, take_over: bool, cleanup: contextlib.ExitStack) -> Claim:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from nalora import tasks
 from nalora.distributed import processes
 from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
+from nalora.files.atomic import read_json
 from nalora.models import loading
 from nalora.models.attention import without_cache
 from nalora.models.compatibility import resolve_device
@@ -161,11 +161,8 @@ def _save(
 
 def _read_result(folder: RunFolder) -> dict[str, Any]:
     """Return the content of result.json; raise NALoRAError if it is damaged."""
-    try:
-        result = json.loads(folder.result.read_text(encoding="utf-8"))
-    except ValueError:
-        result = None
-    if not isinstance(result, dict) or "steps" not in result:
+    result = read_json(folder.result)
+    if result is None or "steps" not in result:
         raise NALoRAError(
             str(folder.result),
             found="a damaged file",

@@ -61,15 +61,7 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
 
 
 class Snapshots(TrainerCallback):  # type: ignore[misc]
-    """Saves what is trained before the first step, every `every` steps and after the last.
-
-    Args:
-        folder: the run's folder.
-        every: steps between snapshots.
-        method: saves its adapter for the stock base model.
-        model: what it saves.
-        controller: NA-LoRA's; None without it.
-    """
+    """Saves what is trained before the first step, every `every` steps and after the last, as `method` saves it."""
 
     def __init__(self, folder: RunFolder, every: int, method: Method, model: nn.Module, controller: Any) -> None:
         self.folder, self.every, self.method, self.model, self.controller = folder, every, method, model, controller
