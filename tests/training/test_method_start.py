@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from nalora.distributed import processes
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import RunSettings, check
-from nalora.training.method_start import make_start
+from nalora.training.batches import make_start
 from nalora.training.run import train
 
 

@@ -180,11 +180,9 @@ def _exclusive(marker: Path) -> Iterator[bool]:
         yield False
         return
     with marker.open("rb+") as file:
-        try:
+        exclusive = False
+        with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            exclusive = False
-        else:
             exclusive = True
         yield exclusive
 

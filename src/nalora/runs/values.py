@@ -23,11 +23,8 @@ _TYPE_NAMES = {
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate alpha epochs", lambda n: n > 0, "a positive number"),
     ("rank batch_size micro_batch_size max_length log_every steps train_limit", lambda n: n >= 1, "1 or more"),
-    (
-        "weight_decay max_norm save_every save_minutes snapshot_every seed validation_size",
-        lambda n: n >= 0,
-        "0 or more",
-    ),
+    ("weight_decay max_norm save_every save_minutes", lambda n: n >= 0, "0 or more"),
+    ("snapshot_every seed validation_size", lambda n: n >= 0, "0 or more"),
     ("dropout", lambda n: 0 <= n < 1, "a number in [0, 1)"),
     ("warmup", lambda n: 0 <= n <= 1, "a share between 0 and 1"),
 )

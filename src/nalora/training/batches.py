@@ -1,9 +1,10 @@
-"""How training examples form batches: the split over processes and passes, batches of like length, placeholders."""
+"""Batches of training examples: the split over processes and passes, their order, a method's first batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torch.utils.data import BatchSampler, Sampler
 
 from nalora.distributed import processes
 from nalora.errors import NALoRAError
+from nalora.files import cache_folder
+from nalora.methods.method import Batch, Start
+from nalora.runs.progress import Report
 from nalora.runs.settings import RunSettings
 
 # GSM8K in random batches of 32 has 50 % padding; sorted within 50 batches it has 5 %.
@@ -102,3 +106,36 @@ class LikeLengths(Sampler[int]):
         order = torch.randperm(len(batches), generator=generator).tolist()
         for batch in [*(batches[i] for i in order), *incomplete]:
             yield from batch
+
+
+def make_start(
+    settings: RunSettings,
+    dataset: Any,
+    collator: Callable[[list[Any]], dict[str, Any]],
+    device: torch.device,
+    folder: Path,
+    report: Report,
+) -> Start:
+    """Return what a method gets before the first step: the run's length, its first batches, folders for its files."""
+    split = split_batch(settings)
+    # A batch is what an optimizer step is trained on, however it is split into passes.
+    rows = min(settings.batch_size, len(dataset))
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+
+    def batches(n: int) -> Iterator[Batch]:
+        """Yield this process's part of each batch; all parts together are the batch of a single process."""
+        for i in range(n):
+            own = [order[(i * rows + j) % len(order)] for j in range(processes.rank(), rows, split.processes)]
+            for first in range(0, len(own), split.micro):
+                batch = collator([dataset[index] for index in own[first : first + split.micro]])
+                yield {name: value.to(device) for name, value in batch.items()}
+
+    return Start(
+        seed=settings.seed,
+        steps=settings.steps or split.steps(len(dataset), settings.epochs),
+        batches=batches,
+        passes=math.ceil(math.ceil(rows / split.processes) / split.micro),
+        folder=folder,
+        cache=cache_folder() / "starts",
+        report=report,
+    )

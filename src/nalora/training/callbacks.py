@@ -110,16 +110,12 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
             control.should_save = control.should_training_stop = True
         return control
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the signal handlers."""
-        self.restore_handlers()
-
     def keep_handlers(self) -> None:
         """Keep handling signals: a launcher that lost a process ends the others by SIGTERM, and they have to report."""
         self._handlers = {}
 
     def restore_handlers(self) -> None:
-        """Restore the signal handlers, also after an error, which no callback is called for."""
+        """Restore the signal handlers, after training or an error."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
@@ -156,11 +152,3 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
                 if gates["scaling_acts"]:
                     live += " · scales " + "/".join(f"{gates[f'scale_{name}']:.2f}" for name in ("gate", "up", "down"))
             self.progress.update(self.task, live=live)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the finished bar on the screen."""
-        self.close()
-
-    def close(self) -> None:
-        """Stop updating the bar, also after an error, which no callback is called for."""
-        self.progress.stop()

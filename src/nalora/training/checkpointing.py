@@ -49,7 +49,6 @@ class CheckpointSchedule(TrainerCallback):  # type: ignore[misc]
         wrap_method(trainer, "_save_checkpoint", before=self._begin)
         trainer.add_callback(self)
         self.trainer = trainer
-        self.began = self.last_save = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""

@@ -25,11 +25,11 @@ from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import fused_adapters, liger_contained
+from nalora.training.batches import make_start
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
-from nalora.training.method_start import make_start, start_folder
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.trainer import make_trainer
 
@@ -88,8 +88,12 @@ def _train_steps(
     settings, checkpoint = run.settings, claim.checkpoint
     with bars(console, transient=True) as report:
         start = make_start(settings, inputs.dataset, inputs.collator, loaded.device, folder.start, report)
-        with start_folder(folder):
-            model = run.method.prepare(inputs.model.train(), inputs.adapter, start)
+        folder.start.mkdir(exist_ok=True)
+        model = run.method.prepare(inputs.model.train(), inputs.adapter, start)
+    processes.barrier()
+    if is_first_process() and folder.start != folder.path:
+        with contextlib.suppress(OSError):  # the method has written start files
+            folder.start.rmdir()
     if step_of(checkpoint) >= start.steps:
         # Killed before its result was written: from the checkpoint of the last step transformers would train one more.
         checkpoint = folder.latest_checkpoint(before=start.steps)
@@ -119,7 +123,7 @@ def _train_steps(
         stop.keep_handlers()
         raise
     finally:
-        bar.close()
+        bar.progress.stop()
         stop.restore_handlers()
     diverged_step = watch.conclude()
     if diverged_step is None and stop.requested and trainer.state.global_step < trainer.state.max_steps:
