@@ -1,4 +1,4 @@
-"""Chat style: rows and prompts are what `apply_chat_template` gives, token for token, and end where the template says.
+"""Chat style: rows and prompts are what `apply_chat_template` gives, token for token, and end with the template's end of turn.
 
 The templates are short ones in the style of the models that they are named after.
 """
@@ -151,7 +151,7 @@ def test_answers_stop_at_the_template_s_end_of_turn(style):
 
 
 def writing_model(chat, ids: list[int]):
-    """A model that writes these tokens after any prompt, whatever the prompt says."""
+    """A model that generates these tokens after any prompt."""
     config = transformers.LlamaConfig(
         vocab_size=len(chat), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         eos_token_id=None, bos_token_id=None, pad_token_id=chat.pad_token_id,
@@ -189,7 +189,7 @@ def test_a_template_without_an_end_of_turn_ends_with_the_sequence():
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         (None, "without a chat template"),
         ("{{ raise_exception('no users here') }}", "no users here"),
@@ -202,10 +202,10 @@ def test_a_template_without_an_end_of_turn_ends_with_the_sequence():
         ),
     ],
 )
-def test_templates_that_cannot_be_used_are_one_sentence(template, said):
+def test_unusable_templates_are_refused(template, message):
     own = tokenizer.__wrapped__("qwen")
     own.chat_template = template
-    with pytest.raises(nalora.NALoRAError, match=said) as raised:
+    with pytest.raises(nalora.NALoRAError, match=message) as raised:
         Encoder(own, style="chat")
     assert "\n" not in str(raised.value)
     Encoder(own)

@@ -55,17 +55,17 @@ def test_the_last_whole_one_is_used(tmp_path, old):
 @pytest.mark.parametrize("old", [False, True], ids=["", "0.1"])
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
-def test_a_truncated_one_is_skipped_and_said(tmp_path, old, file, left):
+def test_a_truncated_checkpoint_is_skipped_with_a_notice(tmp_path, old, file, left):
     write(tmp_path, 10)
     damaged = write(tmp_path, 20)
     if old:
         as_0_1_left_it(damaged)
     os.truncate(damaged / file, int(left * (damaged / file).stat().st_size))
-    said = []
-    assert checkpoints.latest(tmp_path, notify=said.append).name == "checkpoint-10"
-    assert len(said) == 1
-    assert "checkpoint-20 is damaged" in said[0]
-    assert file in said[0]
+    messages = []
+    assert checkpoints.latest(tmp_path, notify=messages.append).name == "checkpoint-10"
+    assert len(messages) == 1
+    assert "checkpoint-20 is damaged" in messages[0]
+    assert file in messages[0]
 
 
 @pytest.mark.parametrize("file", ["optimizer_0/__0_0.distcp", "adapter_model.safetensors", "complete"])
@@ -85,9 +85,9 @@ def test_other_content_of_the_same_size_is_damage(tmp_path, file):
     content = bytearray((checkpoint / file).read_bytes())
     content[-3] ^= 0xFF
     (checkpoint / file).write_bytes(content)
-    said = []
-    assert checkpoints.latest(tmp_path, notify=said.append) == older
-    assert f"{file} has different content" in said[0]
+    messages = []
+    assert checkpoints.latest(tmp_path, notify=messages.append) == older
+    assert f"{file} has different content" in messages[0]
 
 
 def test_every_file_is_on_the_disk_before_the_mark(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_damaged_one_does_not_push_out_a_whole_one(tmp_path):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-def test_a_run_goes_on_from_the_older_of_two_and_past_somebody_else_s(tmp_path, monkeypatch):
+def test_a_run_resumes_from_the_older_of_two_and_leaves_foreign_folders(tmp_path, monkeypatch):
     settings = {
         "model": tiny.saved_llama(tmp_path / "base", layers=1), "task": "gym/chain_sum", "train_size": 21,
         "test_size": 4, "output": str(tmp_path / "run"), "steps": 8, "batch_size": 8, "learning_rate": 1e-3,

@@ -1,4 +1,4 @@
-"""Rows hold what they should: targets alone are learnt, nothing is lost in silence, packing changes no example."""
+"""Rows of tokens: only targets are trained on, dropped examples are counted, packing changes no example."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, m
 @given(TEXT, TEXT)
 def test_labels_are_the_target_and_its_end(prompt, target):
     row = Encoder(TOKENIZER).row(Example("a", prompt, target))
-    learnt = [(i, label) for i, label in enumerate(row["labels"]) if label != IGNORED_LABEL]
-    assert [label for _, label in learnt] == [*TOKENIZER(target).input_ids, TOKENIZER.eos_token_id]
-    assert all(row["input_ids"][i] == label for i, label in learnt)
-    assert row["input_ids"][: learnt[0][0]] == TOKENIZER(prompt).input_ids
+    trained = [(i, label) for i, label in enumerate(row["labels"]) if label != IGNORED_LABEL]
+    assert [label for _, label in trained] == [*TOKENIZER(target).input_ids, TOKENIZER.eos_token_id]
+    assert all(row["input_ids"][i] == label for i, label in trained)
+    assert row["input_ids"][: trained[0][0]] == TOKENIZER(prompt).input_ids
 
 
 def closing_tokenizer():
@@ -46,7 +46,7 @@ def test_a_tokenizer_that_closes_every_text_does_not_close_a_prompt():
     assert Encoder(closing, "seq2seq").row(Example("a", "ab", "c"))["input_ids"][-1] == closing.eos_token_id
 
 
-def test_chat_style_asks_inside_the_template():
+def test_chat_style_uses_the_template():
     chat = tiny.tokenizer()
     chat.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_counted():
         encode(examples, Encoder(TOKENIZER), 3)
 
 
-def test_the_examples_told_are_those_learnt_from():
+def test_the_reported_examples_are_those_trained_on():
     examples = [Example(str(n), "p" * n, "target") for n in (2, 10, 3, 30)]
     rows = encode(examples, Encoder(TOKENIZER), 12)
     assert (rows.examples, rows.dropped) == (2, 2)
@@ -99,7 +99,7 @@ def test_a_cut_input_of_an_encoder_keeps_its_closing_token():
     long_input, long_target, short = encode(examples, Encoder(closing, "seq2seq"), 6, overlong="truncate").rows
     p, *target = closing("ptarget!", add_special_tokens=False).input_ids
     assert long_input == {"input_ids": [p] * 5 + [end], "labels": [target[0], end]}
-    # A target that goes on has no end to learn.
+    # A truncated target has no EOS to train on.
     assert long_target == {"input_ids": [p, end], "labels": target[:6]}
     assert short["input_ids"] == [p, end]
     # A tokenizer that closes nothing has nothing to keep.
@@ -107,7 +107,7 @@ def test_a_cut_input_of_an_encoder_keeps_its_closing_token():
     assert row["input_ids"] == [p] * 6
 
 
-def test_padding_is_masked_and_not_learnt():
+def test_padding_is_masked_and_not_trained_on():
     rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED_LABEL, 6, 7]}, {"input_ids": [8], "labels": [8]}]
     batch = Collator(0)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
@@ -116,7 +116,7 @@ def test_padding_is_masked_and_not_learnt():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_examples_are_learnt_as_if_alone(attention):
+def test_packed_examples_give_the_loss_of_separate_rows(attention):
     import transformers
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A half-done run goes on under settings that change nothing of what comes out, and under no others."""
+"""An unfinished run is resumed only with settings that do not change its result."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def go_on(folder, settings, **changes):
     [{"save_every": 50}, {"log_every": 3}, {"snapshot_every": 2}, {"report_to": "tensorboard"},
      {"device": None}, {"micro_batch_size": 4}, {"output": "elsewhere"}],
 )  # fmt: skip
-def test_what_changes_nothing_may_change_and_is_written_down(begun, settings, change):
+def test_settings_that_do_not_change_the_result_may_change(begun, settings, change):
     assert change.items() <= go_on(begun, settings, **change).items()
 
 
 @pytest.mark.parametrize("change", [{"rank": 4}, {"batch_size": 16}, {"method": "rslora"}, {"test_size": 5}])
-def test_what_makes_another_run_may_not(begun, settings, change):
+def test_settings_that_change_the_result_may_not_change(begun, settings, change):
     before = begun.settings.read_text()
     with pytest.raises(NALoRAError, match=f"started with other settings: {next(iter(change))}"):
         go_on(begun, settings, **change)
@@ -67,12 +67,12 @@ def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other
         go_on(begun, settings, **other)
 
 
-def test_a_finished_run_still_says_what_it_was_made_with(begun, settings):
+def test_a_finished_run_keeps_its_settings(begun, settings):
     begun.finish({"steps": 6})
     assert go_on(begun, settings, save_every=50)["save_every"] == 0
 
 
-def test_a_stopped_run_goes_on_in_smaller_passes_and_saves_as_it_is_told_now(settings, tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_with_smaller_passes_and_new_intervals(settings, tmp_path, monkeypatch):
     whole = settings | {"output": str(tmp_path / "whole")}
     train(check(whole))
     train_and_stop(check(settings), monkeypatch, after=2)
@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_in_smaller_passes_and_saves_as_it_is_told_now(set
 
 
 @pytest.mark.slow
-def test_a_run_begun_in_one_process_goes_on_in_two_with_half_the_passes(settings, tmp_path, monkeypatch):
+def test_a_run_of_one_process_resumes_on_two_with_half_the_passes(settings, tmp_path, monkeypatch):
     whole = settings | {"output": str(tmp_path / "whole")}
     train(check(whole))
     train_and_stop(check(settings), monkeypatch, after=2)

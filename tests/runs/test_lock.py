@@ -68,9 +68,9 @@ def refused(folder, **options) -> str:
 def test_it_is_refused_while_its_owner_lives_and_free_afterwards(folder, holder):
     process, pipe = holder
     for take_over in (False, True):
-        told = refused(folder, take_over=take_over)
-        assert f"process {process.pid} on this host ({socket.gethostname()})" in told
-        assert re.search(r"last heartbeat \d+ s ago \(\d{4}-\d\d-\d\d ", told)
+        message = refused(folder, take_over=take_over)
+        assert f"process {process.pid} on this host ({socket.gethostname()})" in message
+        assert re.search(r"last heartbeat \d+ s ago \(\d{4}-\d\d-\d\d ", message)
     pipe.send("end")
     process.join()
     assert not (folder / LOCK).exists()
@@ -100,16 +100,16 @@ def test_a_process_that_got_the_number_of_the_dead_owner_is_not_the_owner(folder
         assert lock.is_held()
 
 
-def test_another_host_s_lock_needs_to_be_asked_for(folder, holder):
+def test_another_host_s_lock_is_taken_over_only_on_request(folder, holder):
     content = owner(folder, host="node7", boot="another", pid_namespace="other")
-    told = refused(folder)
-    assert f"process {content['pid']} on host node7, last heartbeat" in told
-    assert "--take-over" in told
+    message = refused(folder)
+    assert f"process {content['pid']} on host node7, last heartbeat" in message
+    assert "--take-over" in message
     with FolderLock(folder, take_over=True) as lock:
         assert lock.is_held()
 
 
-def test_a_lock_that_cannot_be_read_needs_to_be_asked_for(folder):
+def test_an_unreadable_lock_is_taken_over_only_on_request(folder):
     (folder / LOCK).write_text("{")
     assert "cannot be read" in refused(folder)
     with FolderLock(folder, take_over=True):
@@ -118,7 +118,7 @@ def test_a_lock_that_cannot_be_read_needs_to_be_asked_for(folder):
 
 def test_a_restarted_host_s_lock_is_taken_over(folder, holder, monkeypatch):
     owner(folder, boot="the boot before", pid_namespace="other")
-    assert "--take-over" in refused(folder)  # its last heartbeat came after this host was started
+    assert "--take-over" in refused(folder)  # its last heartbeat is later than the start of this host
     os.utime(folder / LOCK, (1e9, 1e9))
     monkeypatch.setattr(module, "_booted", lambda: 1e9 + 60)
     with FolderLock(folder):
@@ -218,7 +218,7 @@ def train_slowly(settings, started) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_a_second_train_is_refused_while_the_first_runs_and_goes_on_after_it(tmp_path, how):
+def test_a_second_train_is_refused_while_the_first_runs_and_resumes_after_it(tmp_path, how):
     from nalora.runs.settings import check
     from nalora.training.run import train
 

@@ -75,7 +75,7 @@ def test_the_root_of_the_checkout_shows_what_the_package_has():
 
 
 @pytest.mark.parametrize("file", [*packaged.recipes().values(), *packaged.studies().values()], ids=str)
-def test_each_says_in_one_line_what_it_is_and_what_it_costs(file):
+def test_each_has_a_line_with_its_description_and_cost(file):
     about, cost = packaged.summary(file)
     assert about
     assert re.search(r"\d.*(hour|minute)|an hour", cost)
@@ -84,7 +84,7 @@ def test_each_says_in_one_line_what_it_is_and_what_it_costs(file):
         assert f"Runs: {runs[1]} " in file.read_text()
 
 
-def test_a_user_s_own_file_goes_before_ours_of_the_same_name(tmp_path, monkeypatch):
+def test_a_user_s_file_has_precedence_over_a_recipe_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert settings.read("laptop", ["rank=3"]).settings.output == "runs/laptop"
     assert study.read("laptop").name == "laptop"

@@ -38,7 +38,7 @@ def model_of(config, attention="sdpa"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", APART)
-def test_models_that_ask_for_positions_are_let_pass(name, attention, dtype):
+def test_models_that_use_positions_are_accepted(name, attention, dtype):
     refuse_unless_isolated(model_of(APART[name], attention).to(dtype))
 
 

@@ -38,7 +38,7 @@ def test_a_run_is_evaluated_from_another_folder_as_from_its_own(project, tmp_pat
     there = evaluate_target(str(project / "runs" / "one"), Request())
     assert {who: each["folder"] for who, each in there.items()} == {
         who: str(project / each["folder"]) for who, each in here.items()
-    }, "and goes on with the same outputs"
+    }, "and it reuses the same outputs"
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

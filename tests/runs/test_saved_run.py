@@ -1,4 +1,4 @@
-"""A run is read from its folder as it was told; what is not there, or not finished, is said, whoever reads it."""
+"""A run is read from its folder with its settings; a missing or unfinished one is an error in every command."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ def test_the_settings_come_back(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "no run"), ("a: [", "no YAML"), ("- a\n", "`key: value` lines"), ("", "model: missing")]
+    ("text", "message"),
+    [(None, "no run"), ("a: [", "no YAML"), ("- a\n", "`key: value` lines"), ("", "model: missing")],
 )
-def test_what_is_no_run_is_said(folder, text, said):
+def test_a_folder_without_a_run_is_an_error(folder, text, message):
     folder.settings.unlink()
     if text is not None:
         folder.settings.write_text(text)
-    with pytest.raises(NALoRAError, match=said):
+    with pytest.raises(NALoRAError, match=message):
         read_run(folder)
 
 

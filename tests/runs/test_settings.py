@@ -37,18 +37,18 @@ def test_defaults_overrides_and_numbers_as_yaml_writes_them(tmp_path):
 
 
 def test_every_problem_is_named_at_once():
-    said = problems({
+    message = problems({
         "task": "gsm9k", "method": "na-lora", "learnin_rate": 1e-3, "rank": 0, "seed": "zero", "schedule": "cosin",
         "apply_to": "weights", "packing": "yes please", "batch_size": 32, "micro_batch_size": 5,
     })  # fmt: skip
-    assert "problems: " in said
+    assert "problems: " in message
     for part in (
         "did you mean gsm8k", "model: missing", "learnin_rate: no such setting (did you mean learning_rate?)",
         "rank: 0, expected 1 or more", "seed: 'zero', expected a whole number", "schedule: 'cosin', expected one of",
         "apply_to: 'weights', expected one of gradient, update", "packing: 'yes please', expected true or false",
         "batch_size: 32 is not a multiple of micro_batch_size, 5",
     ):  # fmt: skip
-        assert part in said, part
+        assert part in message, part
 
 
 def test_settings_of_another_method_are_not_taken_in_silence():
@@ -64,14 +64,14 @@ def test_a_task_s_own_settings_are_known():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("a: [", "expected YAML"), ("- a\n", "`key: value` lines"), (None, "no such file")],
 )
-def test_files_that_are_no_run(tmp_path, text, said):
+def test_files_that_are_no_run(tmp_path, text, message):
     file = tmp_path / "run.yaml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(nalora.NALoRAError, match=said):
+    with pytest.raises(nalora.NALoRAError, match=message):
         read(file)
     file.write_text("")
     with pytest.raises(nalora.NALoRAError, match="key=value"):
@@ -79,23 +79,23 @@ def test_files_that_are_no_run(tmp_path, text, said):
 
 
 def test_an_unknown_task_or_method_is_the_one_problem():
-    """Its settings are not called unknown beside it; a slip in one of the run's own still is."""
+    """Its settings are not reported as unknown as well; a misspelt setting of the run still is."""
     of_the_family = {"settings": {"max_terms": 2}, "train_size": 300, "test_size": 100, "max_new_tokens": 8}
     for wrong in (
         {"task": "gsm9k", **of_the_family},
         {**GOOD, "method": "na-lora", "on": "adalora", "keep_ratio": 0.5},
         {**GOOD, "method": "na-laura", "keep_ratio": 0.5, "apply_to": "update"},
     ):
-        said = problems({"model": "smollm2-135m", **wrong})
-        assert "problems" not in said
-        assert "no such setting" not in said
+        message = problems({"model": "smollm2-135m", **wrong})
+        assert "problems" not in message
+        assert "no such setting" not in message
     assert "learnin_rate: no such setting (did you mean learning_rate?)" in problems({
         "model": "smollm2-135m", "task": "gsm9k", "learnin_rate": 1e-3,
     })  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"task": "gsm9k"}, "task 'gsm9k': no task of that name (did you mean gsm8k?)"),
         ({"method": "lorra"}, "method 'lorra': no method of that name (did you mean lora?)"),
@@ -114,16 +114,16 @@ def test_an_unknown_task_or_method_is_the_one_problem():
         ({7: 1}, "7: expected the name of a setting"),
     ],
 )
-def test_one_problem_is_all_that_is_said(wrong, said):
+def test_a_single_problem_is_the_whole_message(wrong, message):
     """No sentence around it: what was found and the fix, for this problem alone."""
-    assert problems({**GOOD, **wrong}) == f"run: {said}"
+    assert problems({**GOOD, **wrong}) == f"run: {message}"
 
 
 def test_an_unknown_family_names_the_nearest():
     pytest.importorskip("reasoning_gym")
-    said = problems({**GOOD, "task": "gym/chain_sums", "train_size": 300})
-    assert "run: gym/chain_sums: no family 'chain_sums'" in said
-    assert "did you mean chain_sum" in said
+    message = problems({**GOOD, "task": "gym/chain_sums", "train_size": 300})
+    assert "run: gym/chain_sums: no family 'chain_sums'" in message
+    assert "did you mean chain_sum" in message
     assert "did you mean gym/chain_sum?" in problems({**GOOD, "task": "chain_sum"})
 
 
@@ -139,13 +139,13 @@ def test_optimizers_that_training_takes(name):
 
 
 def test_an_unknown_optimizer_names_the_nearest():
-    said = problems({**GOOD, "optimizer": "adamm"})
-    assert "optimizer 'adamm': no optimizer of that name" in said
-    assert "adamw_torch" in said
+    message = problems({**GOOD, "optimizer": "adamm"})
+    assert "optimizer 'adamm': no optimizer of that name" in message
+    assert "adamw_torch" in message
 
 
 def test_a_run_of_another_machine_can_be_read_here():
-    """What device there is, only training asks: a run made on a GPU is reported and evaluated anywhere."""
+    """Only training checks the device: a run trained on a GPU can be reported and evaluated anywhere."""
     assert check({**GOOD, "device": "cuda:7"}).settings.device == "cuda:7"
 
 
@@ -249,7 +249,7 @@ def test_a_study_varies_settings_of_the_control_by_either_name():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["keep_ratio=0.2", "gate_keep_ratio=0.3"], "keep_ratio and gate_keep_ratio: two names of one setting"),
         (["t=1.0", "thresholds=[-1, 1]"], "t and thresholds: two names of one setting"),
@@ -263,8 +263,8 @@ def test_a_study_varies_settings_of_the_control_by_either_name():
         (["gate_keep_rato=0.2"], "gate_keep_rato: no such setting (did you mean gate_keep_ratio?)"),
     ],
 )
-def test_settings_of_the_control_that_no_run_can_have(arguments, said):
-    assert problems(na_lora(*arguments, text="seed: 0")).startswith(f"run: {said}")
+def test_settings_of_the_control_that_no_run_can_have(arguments, message):
+    assert problems(na_lora(*arguments, text="seed: 0")).startswith(f"run: {message}")
 
 
 def test_a_key_leaves_out_step_scales_at_their_defaults():

@@ -116,7 +116,7 @@ def test_reports_and_inspections_run_nothing(hostile, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"method": "na-lora", "on": "x.py"}, "run the Python file x.py (on)"),
         ({"task": "x.py:own"}, "run the Python file x.py (task)"),
@@ -126,12 +126,12 @@ def test_reports_and_inspections_run_nothing(hostile, tmp_path):
         ({"task": "mt-bench", "judgements": "/etc/passwd"}, "write to the file /etc/passwd"),
     ],
 )
-def test_what_else_a_run_s_settings_could_do_is_named(finished, tmp_path, settings, said):
+def test_other_consequences_of_settings_are_named(finished, tmp_path, settings, message):
     given = yaml.safe_load((finished / "run.yaml").read_text()) | settings
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
     with pytest.raises(NALoRAError) as error:
         read_run(RunFolder(tmp_path))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_ordinary_run_needs_no_trust(finished):

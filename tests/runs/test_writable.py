@@ -14,7 +14,7 @@ from nalora.training.run import train
 
 
 def places(folder) -> dict[str, tuple[str, str]]:
-    """Outputs that cannot be: what each is, and what is said of it."""
+    """Unusable outputs by name: the path and the message."""
     (folder / "file").write_text("mine")
     (folder / "link").symlink_to(folder / "nowhere" / "else")
     return {
@@ -32,12 +32,12 @@ def places(folder) -> dict[str, tuple[str, str]]:
     "a file", "below a file", "a broken link", "the kernel's", "a long name", "a long name in unicode", "a NUL",
 ])  # fmt: skip
 def test_training_refuses_it_before_anything_is_loaded(tmp_path, monkeypatch, name):
-    output, said = places(tmp_path)[name]
+    output, message = places(tmp_path)[name]
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("loaded a model"))
     with pytest.raises(NALoRAError) as error:
         train(check({"model": "smollm2-135m", "task": "gsm8k", "device": "cpu", "output": output}))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -117,7 +117,7 @@ def train_until_killed(settings, saved) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "pause"), reason="no such signal")
-def test_a_killed_run_of_default_settings_goes_on_from_its_last_checkpoint(tmp_path):
+def test_a_killed_run_with_default_settings_resumes_from_its_last_checkpoint(tmp_path):
     settings = {
         "model": tiny.saved_llama(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 64, "test_size": 4,
         "output": str(tmp_path / "killed"), "steps": 20, "batch_size": 8, "device": "cpu", "learning_rate": 1e-3,

@@ -169,7 +169,7 @@ def test_a_last_update_to_huge_weights_is_noticed_by_one_more_forward_pass(setti
     assert not RunFolder(settings["output"]).adapter.exists()
 
 
-def test_what_every_command_says_of_it_afterwards(settings, monkeypatch, tmp_path):
+def test_every_command_reports_a_diverged_run(settings, monkeypatch, tmp_path):
     poison(monkeypatch, range(6, 99))
     with pytest.raises(Diverged):
         train(check(settings))
@@ -204,7 +204,7 @@ def test_the_command_line(settings, tmp_path, monkeypatch, capsys):
 
 
 class _Trainer:
-    """The attributes of a Trainer that the watch looks at, with steps that a test makes up."""
+    """The attributes of a Trainer that the watch reads, with steps that a test defines."""
 
     class accelerator:  # noqa: N801 - as the Trainer names it
         optimizer_step_was_skipped = False

@@ -1,4 +1,4 @@
-"""Runs whose adapters are computed as single functions learn what PEFT's layers learn, for every method."""
+"""Runs with fused adapters give the results of PEFT's layers, for every method."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_layers_that_are_more_than_plain_lora_stay_as_they_are(settings, tmp_pat
     assert [row["loss"] for row in fused] == [row["loss"] for row in plain]
 
 
-def test_not_beside_the_controller_s_own():
+def test_not_together_with_kernels_fused():
     run = {"model": "smollm2-135m", "task": "gym/chain_sum", "method": "na-lora", "kernels": "fused"}
     with pytest.raises(nalora.NALoRAError, match="leave one out"):
         check({**run, "fused_adapters": True})

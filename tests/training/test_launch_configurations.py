@@ -25,14 +25,14 @@ def launched(file: Path) -> argparse.Namespace:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_accelerate_reads_it(file):
     config = load_config_from_file(str(file))
-    assert config.mixed_precision == "no"  # the run's dtype says it
+    assert config.mixed_precision == "no"  # the run's dtype sets it
     assert launched(file).num_processes == config.num_processes
     lines = file.read_text().splitlines()
     assert lines[0].startswith(f"# accelerate launch --config_file recipes/accelerate/{file.name} ")
     assert file.name in (ROOT / "docs" / "distributed.md").read_text()
 
 
-def test_what_each_asks_for(monkeypatch):
+def test_what_each_configures(monkeypatch):
     asked = {file.stem: launched(file) for file in FILES}
     assert asked.keys() == {"several-gpus", "several-nodes", "fsdp2", "zero1", "zero2"}
     assert asked["several-gpus"].multi_gpu

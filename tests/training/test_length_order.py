@@ -1,4 +1,4 @@
-"""Batches of like length: every example once, few pads, the same order whenever it is asked for."""
+"""Batches of similar length: every example once, little padding, a reproducible order."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_what_is_left_of_a_mask_on_the_gradient_and_all_of_one_on_the_update(set
 @pytest.mark.parametrize(
     "method", [{"method": "lora"}, {"method": "lora+"}, {"method": "na-lora", "apply_to": "update"}]
 )
-def test_muon_learns(settings, tmp_path, method):
+def test_muon_trains(settings, tmp_path, method):
     train(check({**settings, **method, "optimizer": "muon", "steps": 20, "output": str(tmp_path)}))
     seen = losses(tmp_path)
     assert seen[-1] < seen[0] - 0.15

@@ -141,16 +141,16 @@ def sharded_is_whole(runs, base, name) -> None:
 
 
 def unfinished(source: Path, target: Path) -> None:
-    """A copy as a kill in the last checkpoint leaves it: it goes on from step 8."""
+    """A copy as a kill during the last checkpoint leaves it: it resumes from step 8."""
     shutil.copytree(source, target)
     folder = RunFolder(target)
     folder.result.unlink()
     (folder.checkpoints / "checkpoint-10" / "complete").unlink()
-    said = yaml.safe_load(folder.settings.read_text())
-    folder.settings.write_text(yaml.safe_dump(said | {"output": str(target)}))
+    options = yaml.safe_load(folder.settings.read_text())
+    folder.settings.write_text(yaml.safe_dump(options | {"output": str(target)}))
 
 
-def test_a_run_goes_on_with_another_number_of_processes(runs, base, tmp_path):
+def test_a_run_resumes_with_another_number_of_processes(runs, base, tmp_path):
     """And with the same number where parameters are dealt out: those checkpoints are FSDP's own."""
     dealt = [name for name in RESUMED if name in SHARDED]
     for name in RESUMED:
@@ -192,7 +192,7 @@ def job(base, tmp_path):
 
 
 def goes_on_in_one_process(given) -> None:
-    """And ends where a run ends that nobody touched."""
+    """The result is that of an uninterrupted run."""
     train(check(given), resume=True)
     train(check(given | {"output": given["output"] + "-whole"}))
     whole, resumed = weights(Path(given["output"] + "-whole")), weights(Path(given["output"]))
@@ -201,14 +201,14 @@ def goes_on_in_one_process(given) -> None:
 
 
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_process_ends_the_job_and_one_process_goes_on(job, lost):
+def test_a_killed_process_ends_the_job_and_one_process_resumes_it(job, lost):
     process, given = job
     os.kill(process_of(process.pid, lost), signal.SIGKILL)
     began = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    _, message = process.communicate(timeout=60)
     assert process.returncode != 0
     assert time.monotonic() - began < 30
-    (line,) = [line for line in said.splitlines() if line.startswith("nalora:")]
+    (line,) = [line for line in message.splitlines() if line.startswith("nalora:")]
     assert f"process {1 - lost} of 2: found that another process of the job was lost after step" in line
     assert "--resume" in line
     folder = RunFolder(given["output"])

@@ -85,7 +85,7 @@ def test_ctrl_c_then_resume_is_the_uninterrupted_run(settings, method, tmp_path,
 
 
 @pytest.mark.parametrize("stops", [(1,), (4,), (6,), (2, 5)])
-def test_a_resumed_run_tells_of_all_its_steps(settings, stops, tmp_path, monkeypatch):
+def test_a_resumed_run_reports_all_its_steps(settings, stops, tmp_path, monkeypatch):
     # Rows of three steps each, so that a stop is within one, or at its end.
     settings |= {"steps": 8, "log_every": 3}
     whole = train(check({**settings, "output": str(tmp_path / "whole")}))
@@ -183,7 +183,7 @@ def test_a_model_that_is_not_there(settings):
         train(check({**settings, "model": str(empty)}))
 
 
-def test_examples_that_the_test_set_asks_are_counted(settings, capsys):
+def test_examples_of_the_test_set_are_counted(settings, capsys):
     few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     result = train(check({**settings, "settings": few, "test_size": 100, "steps": 1}), console=Console(width=100))
     removed = result["dropped_also_asked"]
@@ -193,7 +193,7 @@ def test_examples_that_the_test_set_asks_are_counted(settings, capsys):
     assert json.loads(RunFolder(settings["output"]).result.read_text())["dropped_also_asked"] == removed
 
 
-def test_an_encoder_decoder_learns_and_is_asked(tmp_path):
+def test_an_encoder_decoder_is_trained_and_evaluated(tmp_path):
     from nalora.evaluation.targets import Request, evaluate_target
 
     settings = {
@@ -209,7 +209,7 @@ def test_an_encoder_decoder_learns_and_is_asked(tmp_path):
     assert list(summaries["base"]["chance"].values()) == [0.5]
 
 
-def test_a_clip_learns_and_is_asked(tmp_path):
+def test_a_clip_is_trained_and_evaluated(tmp_path):
     pytest.importorskip("sklearn")
     from tasks.test_clip import saved_clip
 
@@ -226,7 +226,7 @@ def test_a_clip_learns_and_is_asked(tmp_path):
     assert after > max(0.25, before + 0.1)
 
 
-def test_pictures_held_out_are_not_learnt_from_and_are_what_validation_asks(tmp_path):
+def test_held_out_images_are_not_trained_on_and_used_for_validation(tmp_path):
     pytest.importorskip("sklearn")
     from tasks.test_clip import saved_clip
 
@@ -245,8 +245,8 @@ def test_pictures_held_out_are_not_learnt_from_and_are_what_validation_asks(tmp_
     held = {each.id for each in hold_out(digits.train_examples(), 90)[1]}
     run = check(settings)
     material = prepare(digits, loading.load(run.settings.model_spec("clip")), run.settings)
-    learnt = {material.dataset[i].id for i in range(len(material.dataset))}
-    assert learnt == {each.id for each in digits.train_images()} - held
+    trained = {material.dataset[i].id for i in range(len(material.dataset))}
+    assert trained == {each.id for each in digits.train_images()} - held
     assert train(run)["examples"] == 1500 - 90
     found = evaluate_target(settings["output"], Request(split="validation"))
     assert found["adapted"]["examples"] == 90

@@ -1,4 +1,4 @@
-"""What a run keeps for looking at its gates: whole snapshots at the steps asked for, rows for every block."""
+"""Records of a run's gates: complete snapshots at the configured steps, rows for every block."""
 
 from __future__ import annotations
 

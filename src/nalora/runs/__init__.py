@@ -1,1 +1,1 @@
-"""What a run is: its settings, its folder, its lock, its inputs; shared by training, evaluation and studies."""
+"""Runs: their settings, folders, locks and inputs, which training, evaluation and studies share."""

@@ -1,1 +1,1 @@
-"""One run: from a flat YAML file to an ordinary adapter, resumable at any moment."""
+"""Training of a run: from its settings to an ordinary adapter, resumable after every step."""

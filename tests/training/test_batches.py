@@ -1,4 +1,4 @@
-"""Blanks fill what a pass leaves over, and are nothing to learn from."""
+"""None fills the last batches of an epoch and has no effect on training."""
 
 from __future__ import annotations
 

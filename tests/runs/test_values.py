@@ -1,4 +1,4 @@
-"""What a run needs after training, or for its logs, is asked for before a model is loaded."""
+"""What a run needs for its evaluation or its logs is checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def judging(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["llama-2-7b-chat", "llama-3.1-8b-chat"])
-def test_mt_bench_asks_for_its_judge_at_the_start(recipe, judging, tmp_path):
+def test_mt_bench_needs_a_judge_before_training(recipe, judging, tmp_path):
     with pytest.raises(NALoRAError, match=r"no judge for MT-Bench.*add judge_model=NAME and data_dir=FOLDER"):
         read(recipe).refuse_unready()
     with pytest.raises(NALoRAError, match="found no data_dir; expected mt_bench/judge_prompts.jsonl there"):

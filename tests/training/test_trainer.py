@@ -1,4 +1,4 @@
-"""How a batch is split over processes and passes, and what is said where it cannot be."""
+"""How a batch is split over processes and passes, and the errors if it cannot be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_step_is_the_batch_however_it_is_split(launched, count, batch, micro, 
 
 @pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("micro", [None, 1, 2])
-def test_a_number_of_processes_that_never_fits_is_told_those_that_do(launched, count, micro):
+def test_a_wrong_number_of_processes_names_those_that_fit(launched, count, micro):
     launched(count)
     with pytest.raises(NALoRAError, match="divides it: 1, 2, 4, 8") as refused:
         split_batch(settings(8, micro))
@@ -44,7 +44,7 @@ def test_a_number_of_processes_that_never_fits_is_told_those_that_do(launched, c
     assert f"a multiple of {count}" in refused.value.fix
 
 
-def test_passes_that_do_not_fit_are_told_what_does(launched):
+def test_a_wrong_micro_batch_size_names_what_fits(launched):
     launched(2)
     with pytest.raises(NALoRAError, match="set micro_batch_size to a divisor of 4"):
         split_batch(settings(8, 8))

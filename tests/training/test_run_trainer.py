@@ -50,8 +50,8 @@ def test_what_is_read_of_a_model_is_what_it_does(make, divides):
     model = make().eval()
     ids = torch.randint(3, 30, (2, 6))
     plain = model(input_ids=ids, labels=ids).loss.item()
-    told = model(input_ids=ids, labels=ids, num_items_in_batch=1000).loss.item()
-    assert (abs(told - plain) > 0.5 * plain) == divides
+    with_items = model(input_ids=ids, labels=ids, num_items_in_batch=1000).loss.item()
+    assert (abs(with_items - plain) > 0.5 * plain) == divides
     assert divides_by_items(model) == divides
 
 
