@@ -1,4 +1,4 @@
-"""Chat style: rows and prompts are what `apply_chat_template` gives, token for token, and end with the template's end of turn.
+"""Chat style: rows and prompts equal `apply_chat_template`, token for token, and end with the template's end of turn.
 
 The templates are short ones in the style of the models that they are named after.
 """
