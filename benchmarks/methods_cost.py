@@ -28,7 +28,7 @@ from nalora import methods
 from nalora.methods.method import Adapter
 from nalora.runs.inputs import RowDataset
 from nalora.runs.settings import RunSettings
-from nalora.training.method_start import make_start
+from nalora.training.batches import make_start
 from nalora.training.trainer import make_trainer
 
 # What is measured: a name for the row, the method, its settings. PiSSA's exact decomposition of an 8B model takes an

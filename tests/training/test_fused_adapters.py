@@ -77,5 +77,5 @@ def test_layers_that_are_more_than_plain_lora_stay_as_they_are(settings, tmp_pat
 
 def test_not_together_with_kernels_fused():
     run = {"model": "smollm2-135m", "task": "gym/chain_sum", "method": "na-lora", "kernels": "fused"}
-    with pytest.raises(nalora.NALoRAError, match="leave one out"):
+    with pytest.raises(nalora.NALoRAError, match="remove one of the two"):
         check({**run, "fused_adapters": True})
