@@ -31,9 +31,9 @@ class Clock:
     """Adds up the milliseconds spent in nalora while a variant is attached."""
 
     WATCHED = (
-        (GateObserver, "see"),
+        (GateObserver, "receive"),
         (nalora.NALoRAController, "apply"),
-        (nalora.NALoRAController, "_after_step"),
+        (nalora.NALoRAController, "_leave_step"),
     )
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""What nalora knows of an activation: φ, φ′, its selection weight, κ, χ and its characteristic points.
+"""Activations with their derivative, selection weight, κ, χ and characteristic points.
 
-Seven activations come in closed form, each sound over the whole line in every float dtype. Any other
-elementwise function is served by autograd (`get`), or recognised by its values as one of the seven
-(`identify`).
+Seven activations are in closed form, accurate for every z in every float dtype. Autograd computes the same for any
+other elementwise function (`get`); `identify` recognises a function as one of the seven by its values.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Activation:
         selection: s(z) = φ(z)/z (eq:selection_weight_def).
         exact_kappa: κ(z) without ε; 0 where φ is flat at zero, as ReLU is for z ≤ 0.
         degenerate_in_paper: whether the paper declares its regimes degenerate (the GELU and ReLU families).
-        unclamped: the activation inside a `clamped` one.
-        upper: where that one is clamped.
+        unclamped: for a `clamped` activation, the activation without the clamp.
+        upper: for a `clamped` activation, the largest z.
     """
 
     name: str
@@ -54,22 +53,20 @@ class Activation:
     upper: float = math.inf
 
     def kappa(self, z: Tensor, epsilon: float = 0.0) -> Tensor:
-        """κ(z); with ε > 0 in the paper's literal form (eq:kappa_def_main), poles and all."""
-        if epsilon:
-            return equations.kappa(z, self.phi(z), self.derivative(z), epsilon)
-        return self.exact_kappa(z)
+        """Return κ(z); with ε > 0 in the paper's literal form (eq:kappa_def_main), which has poles."""
+        return equations.kappa(z, self.phi(z), self.derivative(z), epsilon) if epsilon else self.exact_kappa(z)
 
     def chi(self, z: Tensor, epsilon: float = 0.0) -> Tensor:
-        """χ(z) = 1 + κ(z), the effective homogeneity profile (eq:kappa_def_main)."""
+        """Return χ(z) = 1 + κ(z), the effective homogeneity profile (eq:kappa_def_main)."""
         return equations.chi(self.kappa(z, epsilon))
 
     @cached_property
     def characteristic_points(self) -> CharacteristicPoints | None:
-        """κ's zero nearest to 0 among z < 0 and its first stationary point among z > 0.
+        """The zero of κ nearest to 0 among z < 0 and its first stationary point among z > 0.
 
-        Both are sought where a sign changes within |z| ≤ 20: of φ′ for the zero (κ = 0 ⇔ φ′ = 0, φ ≠ 0), of
-        κ′ for the stationary point. None where either is missing: hard gates (ReLU), monotone functions
-        (LeakyReLU, softplus, tanh), or a κ that jumps instead of turning (hardswish).
+        Both are sign changes within |z| ≤ 20: of φ′ for the zero (κ = 0 ⇔ φ′ = 0, φ ≠ 0), of κ′ for the stationary
+        point. None where either does not exist: hard gates (ReLU), monotone functions (LeakyReLU, softplus, tanh), or
+        a κ with a jump in place of a maximum (hardswish).
         """
         lower = _first_sign_change(self.derivative, -20.0)
         if lower is None:
@@ -79,7 +76,7 @@ class Activation:
 
 
 def get(activation: str | Activation | Elementwise) -> Activation:
-    """The activation of that name, or one whose derivatives autograd takes from a callable.
+    """Return the activation of that name, or an activation with derivatives by autograd for a callable.
 
     Raises:
         NALoRAError: no activation has that name.
@@ -96,10 +93,10 @@ def get(activation: str | Activation | Elementwise) -> Activation:
 
 
 def clamped(activation: Activation, upper: float) -> Activation:
-    """φ(min(z, upper)): gpt-oss clamps its gate so, at 7.
+    """Return φ(min(z, upper)), as in gpt-oss, which clamps its gate at 7.
 
     Raises:
-        NALoRAError: `upper` is not positive; φ(min(z, upper)) would not vanish at 0, so not gate itself.
+        NALoRAError: `upper` is not positive; φ(min(z, upper)) would not be 0 at z = 0, so it is not self-gated.
     """
     require(upper > 0, f"clamped({activation.name}), upper", upper, "upper > 0", "clamp above 0")
     return Activation(
@@ -116,9 +113,9 @@ def clamped(activation: Activation, upper: float) -> Activation:
 
 @torch.no_grad()
 def identify(phi: Elementwise) -> Activation:
-    """What `phi` computes, known by its values: one of KNOWN, one of them clamped, or else `get(phi)`.
+    """Return the activation with the values of `phi`: one of KNOWN, one of them clamped, or else `get(phi)`.
 
-    1e-5 forgives a φ computed in float32 and still parts exact from tanh GELU, 4.7e-4 away.
+    The tolerance 1e-5 allows for a φ computed in float32; exact and tanh GELU differ by 4.7e-4.
     """
     dense = (n / 40 for n in range(-480, 481))
     z = torch.tensor([*dense, -50, -20, 20, 50, 100], dtype=torch.float64, device="cpu")
@@ -128,14 +125,14 @@ def identify(phi: Elementwise) -> Activation:
         return torch.allclose(values, candidate.phi(z), rtol=1e-5, atol=1e-5)
 
     def cut(known: Activation) -> Activation:
-        # Every known φ rises for z > 1, so phi's last value tells where a clamp would have cut it.
+        # Every known φ increases for z > 1, so phi's last value determines where it may be clamped.
         return clamped(known, _bisect(lambda x: known.phi(x) - values[-1], 1.0, 100.0))
 
     return next(filter(matches, chain(KNOWN, map(cut, KNOWN))), None) or get(phi)
 
 
 def _wide(function: Elementwise) -> Elementwise:
-    """`function`, computed in float32 for the half types, whose own arithmetic overflows at z³."""
+    """Return `function` computed in float32 for 16-bit dtypes, whose arithmetic overflows at z³."""
 
     def apply(z: Tensor) -> Tensor:
         if z.dtype in (torch.bfloat16, torch.float16):
@@ -145,8 +142,14 @@ def _wide(function: Elementwise) -> Elementwise:
     return apply
 
 
+def _activation(name: str, phi: Elementwise, *quantities: Elementwise, degenerate: bool = False) -> Activation:
+    """Return an activation from φ and φ′, s and κ, which are computed in float32 for 16-bit dtypes."""
+    derivative, selection, kappa = map(_wide, quantities)
+    return Activation(name, phi, derivative, selection, kappa, degenerate)
+
+
 def _slope(function: Elementwise, z: Tensor) -> Tensor:
-    """function′(z) by autograd, under no_grad too; itself differentiable where grad mode and z ask for it."""
+    """Return function′(z) by autograd, under no_grad too; it is differentiable if gradients are on and z needs one."""
     again = torch.is_grad_enabled() and z.requires_grad
     with torch.inference_mode(False), torch.enable_grad():
         x = z if again else z.detach().clone().requires_grad_()
@@ -157,28 +160,21 @@ def _slope(function: Elementwise, z: Tensor) -> Tensor:
 
 
 def _by_autograd(phi: Elementwise) -> Activation:
-    """All from φ alone. Its κ is as good as φ's digits, so wrong in a tail where φ underflows."""
+    """Return an activation from φ alone. κ is as accurate as φ, so it is wrong where φ underflows."""
+    derivative = _wide(partial(_slope, phi))
 
-    @_wide
-    def derivative(z: Tensor) -> Tensor:
-        return _slope(phi, z)
-
-    @_wide
-    def selection(z: Tensor) -> Tensor:
-        return equations.selection_weight(z, phi(z), derivative(z))
-
-    @_wide
     def kappa(z: Tensor) -> Tensor:
         value, slope = phi(z), derivative(z)
         # 0/0: the limit is 1 where φ crosses zero at z = 0; where φ is flat the convention is 0.
         hole = (value == 0) & (z * slope == 0)
         return torch.where(hole, (slope != 0).to(z.dtype), equations.kappa(z, value, slope))
 
-    return Activation(getattr(phi, "__name__", type(phi).__name__), phi, derivative, selection, kappa)
+    name = getattr(phi, "__name__", type(phi).__name__)
+    return _activation(name, phi, derivative, lambda z: equations.selection_weight(z, phi(z), derivative(z)), kappa)
 
 
 def _first_sign_change(function: Elementwise, end: float) -> float | None:
-    """The root of a sign change nearest to 0 on the way from 0 to `end`."""
+    """Return the root nearest to 0 between 0 and `end` at which the sign changes, None without one."""
     grid = torch.linspace(0, end, 2001, dtype=torch.float64, device="cpu")[1:]
     values = function(grid)
     firm = values.abs() > 1e-10  # a constant κ has a κ′ of rounding noise, about 1e-14 at the first points
@@ -191,7 +187,7 @@ def _first_sign_change(function: Elementwise, end: float) -> float | None:
 
 
 def _bisect(function: Elementwise, start: float, end: float) -> float:
-    """Where `function` changes sign between `start` and `end`, to the last bit; `end` where it does not."""
+    """Return where `function` changes sign between `start` and `end`, to the last bit; `end` if it does not."""
 
     def negative(z: float) -> bool:
         return bool(function(torch.tensor(z, dtype=torch.float64, device="cpu")) < 0)
@@ -205,24 +201,18 @@ def _bisect(function: Elementwise, start: float, end: float) -> float:
 def _sigmoid_gated(
     name: str, phi: Elementwise, exponent: Callable[[Tensor], tuple[Tensor, Tensor]], degenerate: bool
 ) -> Activation:
-    """φ(z) = z·σ(g(z)), so φ′ = σ(1 + zg′(1 − σ)) and κ = 1 + zg′·σ(−g); `exponent` gives g and zg′."""
+    """Return φ(z) = z·σ(g(z)), with φ′ = σ(1 + zg′(1 − σ)) and κ = 1 + zg′·σ(−g); `exponent` returns g and zg′."""
 
-    @_wide
     def derivative(z: Tensor) -> Tensor:
         g, zg = exponent(z)
         s = torch.sigmoid(g)
         return torch.addcmul(s, zg * s, 1 - s)
 
-    @_wide
-    def selection(z: Tensor) -> Tensor:
-        return torch.sigmoid(exponent(z)[0])
-
-    @_wide
     def kappa(z: Tensor) -> Tensor:
         g, zg = exponent(z)
         return 1 + zg * torch.sigmoid(-g)
 
-    return Activation(name, phi, derivative, selection, kappa, degenerate)
+    return _activation(name, phi, derivative, lambda z: torch.sigmoid(exponent(z)[0]), kappa, degenerate=degenerate)
 
 
 def _quick_exponent(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,37 +230,31 @@ def _tanh_exponent(z: Tensor) -> tuple[Tensor, Tensor]:
 _gelu_tanh = partial(gelu, approximate="tanh")
 
 
-@_wide
 def _gelu_selection(z: Tensor) -> Tensor:
-    # torch.special.ndtr is ½(1 + erf), in float32 all rounding error below z = −5.
+    # torch.special.ndtr computes ½(1 + erf), which in float32 is only rounding error below z = −5.
     return torch.erfc(-z * math.sqrt(0.5)) / 2
 
 
-@_wide
 def _gelu_derivative(z: Tensor) -> Tensor:
     density = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
     return torch.addcmul(_gelu_selection(z), z, density)
 
 
-@_wide
 def _gelu_kappa(z: Tensor) -> Tensor:
-    # 1 + z·density/Φ; erfcx is Φ without its factor exp(−z²/2), so the ratio loses no digits in the tail.
+    # 1 + z·density/Φ; erfcx is Φ without its factor exp(−z²/2), so the ratio is accurate in the tail.
     scaled: Tensor = torch.special.erfcx(-z * math.sqrt(0.5))
     return 1 + math.sqrt(2 / math.pi) * z / scaled
 
 
-@_wide
 def _mish_selection(z: Tensor) -> Tensor:
     return torch.tanh(softplus(z))
 
 
-@_wide
 def _mish_derivative(z: Tensor) -> Tensor:
     s = _mish_selection(z)
     return torch.addcmul(s, z * torch.sigmoid(z), 1 - s.square())
 
 
-@_wide
 def _mish_kappa(z: Tensor) -> Tensor:
     t = torch.exp(z.clamp(max=25))  # t³ fits float32, and beyond 25 the fraction is below 1e-19
     return 1 + 4 * z * (t + 1) / ((t.square() + 2 * t + 2) * (t + 2))
@@ -282,12 +266,12 @@ def _step(z: Tensor) -> Tensor:
 
 KNOWN: tuple[Activation, ...] = (
     _sigmoid_gated("silu", silu, lambda z: (z, z), degenerate=False),
-    Activation("gelu", gelu, _gelu_derivative, _gelu_selection, _gelu_kappa, True),
+    _activation("gelu", gelu, _gelu_derivative, _gelu_selection, _gelu_kappa, degenerate=True),
     _sigmoid_gated("gelu_tanh", _gelu_tanh, _tanh_exponent, degenerate=True),
     _sigmoid_gated("quick_gelu", lambda z: z * torch.sigmoid(1.702 * z), _quick_exponent, degenerate=True),
     Activation("relu", relu, _step, _step, _step, True),
     Activation("relu2", lambda z: relu(z).square(), lambda z: 2 * relu(z), relu, lambda z: 2 * _step(z), True),
-    Activation("mish", mish, _mish_derivative, _mish_selection, _mish_kappa, False),
+    _activation("mish", mish, _mish_derivative, _mish_selection, _mish_kappa),
 )
 
 _ALIASES = {"swish": "silu", "relu_squared": "relu2"}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError, wrong_value
+from nalora.errors import NALoRAError, require
 
 Kernels = Literal["auto", "off", "fused"]
 Importance = Literal["derivative", "utility"]
@@ -18,7 +18,7 @@ Regimes = Literal["paper", "derived"]
 Space = Literal["gradient", "update"]
 
 PROJECTIONS = ("gate", "up", "down")
-# The arguments of the paper's code and the settings that they stand for; t is the symmetric threshold τ_z.
+# The arguments of the paper's code and the corresponding settings; t is the symmetric threshold τ_z.
 PAPER_ARGUMENTS = {
     "gate_keep_ratio": "keep_ratio",
     "gate_beta": "sharpness",
@@ -33,8 +33,7 @@ PAPER_ARGUMENTS = {
 
 
 def _require(field: str, value: Any, holds: bool, expected: str) -> None:
-    if not holds:
-        raise wrong_value(f"NALoRAConfig.{field}", value, expected, f"set {field} to that")
+    require(holds, f"NALoRAConfig.{field}", value, expected, f"set {field} to that")
 
 
 def _is_number(value: Any) -> bool:
@@ -43,7 +42,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ProjectionScale:
-    """How one FFN projection's step scale answers to the regime score a (eq. step_scale).
+    """How the step scale of one FFN projection depends on the regime score a (eq. step_scale).
 
     Args:
         sensitivity: α, the slope of the scale in 2a − 1.
@@ -69,26 +68,26 @@ class NALoRAConfig:
     Args:
         keep_ratio: ρ_keep, the share of gate channels above the mask's threshold; 1 means a mask of ones.
         sharpness: β of the soft mask.
-        mask_ema: η_m, how much of the mask the next step keeps.
+        mask_ema: η_m, the decay of the mask's moving average.
         positive_penalty: λ_pos, the weight of positive non-amplifying gates in the regime score.
-        scale_ema: β_s, how much of a step scale the next step keeps.
+        scale_ema: β_s, the decay of the step scales' moving average.
         gate: step scale of the gate projection.
         up: step scale of the up projection.
         down: step scale of the down projection.
         mask: whether the channel mask acts.
         scaling: whether the step scales act.
-        importance: what a channel is ranked by: ``"derivative"``, E|φ′(z)| as in the paper, or
-            ``"utility"``, E|φ′(z)|·|u|, the whole factor that stands in the paper's gate gradient.
-        mask_channels: ``"learned"``, or a control for what the mask's choice of channels is worth: ``"shuffled"`` gives
-            every channel another one's value by a fixed random exchange, the same histogram at every step;
-            ``"frozen"`` keeps the first observation's mask.
-        mask_seed: which exchange ``"shuffled"`` draws.
-        preserve_mean: divide the mask by its mean, so that it moves capacity without shrinking the step.
+        importance: the score that ranks channels: ``"derivative"``, E|φ′(z)| as in the paper, or
+            ``"utility"``, E|φ′(z)|·|u|, the whole factor in the paper's gate gradient.
+        mask_channels: ``"learned"``, or a control experiment on the mask's choice of channels: ``"shuffled"`` permutes
+            the channels' scores by a fixed random permutation, which keeps their histogram at every step;
+            ``"frozen"`` keeps the mask of the first observation.
+        mask_seed: the seed of the permutation of ``"shuffled"``.
+        preserve_mean: divide the mask by its mean, so that it does not shrink the mean step.
         regimes: ``"paper"`` leaves the GELU family unscaled as the paper does; ``"derived"`` scales every
             activation whose κ has two characteristic points.
         thresholds: (low, high) in place of the activation's own characteristic points.
-        apply_to: ``"gradient"``, the paper's letter, or ``"update"``, which multiplies the optimizer's step.
-        start: ``"ones"`` starts as plain LoRA, ``"first"`` at the first observation.
+        apply_to: ``"gradient"`` as in the paper, or ``"update"``, which multiplies the optimizer's step.
+        start: the initial moving averages: ``"ones"`` (plain LoRA) or ``"first"``, the first observation.
     """
 
     keep_ratio: float = 0.30
@@ -135,7 +134,7 @@ class NALoRAConfig:
     def from_paper(cls, **arguments: Any) -> NALoRAConfig:
         """Build a configuration from the argument names of the paper's code.
 
-        Understood are ``gate_keep_ratio``, ``gate_beta``, ``gate_ema``, ``t`` (the symmetric threshold τ_z),
+        Accepts ``gate_keep_ratio``, ``gate_beta``, ``gate_ema``, ``t`` (the symmetric threshold τ_z),
         ``lambda_ov``, ``beta_s`` and ``alpha_*``, ``smin_*``, ``smax_*`` for gate, up and down.
 
         Raises:
@@ -152,11 +151,11 @@ class NALoRAConfig:
         return cls().changed(arguments)
 
     def changed(self, settings: Mapping[str, Any]) -> NALoRAConfig:
-        """This configuration with other settings, in the form of a run's file.
+        """Return this configuration with other settings, named as in a run file.
 
         Args:
-            settings: fields and arguments of the paper's code by name; `gate`, `up` and `down` may be mappings of
-                what changes in them.
+            settings: fields and arguments of the paper's code by name; `gate`, `up` and `down` may be mappings with
+                some of their fields.
 
         Raises:
             NALoRAError: a value out of range, or a field together with the paper's argument for it.
@@ -182,7 +181,7 @@ class NALoRAConfig:
         return config
 
     def _with(self, field: str, typed: Mapping[str, Any]) -> NALoRAConfig:
-        """With other values of one field, given under these names."""
+        """Return this configuration with one field changed; `typed` are its values by the names the user typed."""
         value: Any = next(iter(typed.values()))
         try:
             if field in PROJECTIONS:
@@ -203,12 +202,12 @@ class NALoRAConfig:
             ) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values that JSON keeps."""
+        """Return the settings as plain values for JSON."""
         return dataclasses.asdict(self)
 
 
 def _changed_scale(scale: ProjectionScale, typed: Mapping[str, Any]) -> ProjectionScale:
-    """The step scale with other values, named like ``gate.low`` or ``smin_gate``."""
+    """Return the step scale with other values, named like ``gate.low`` or ``smin_gate``."""
     parts = {PAPER_ARGUMENTS.get(name, name).partition(".")[2]: value for name, value in typed.items()}
     known = [field.name for field in dataclasses.fields(ProjectionScale)]
     _require("parts", list(parts), parts.keys() <= set(known), f"values of {', '.join(known)}")

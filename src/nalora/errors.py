@@ -1,4 +1,4 @@
-"""The one exception type of nalora."""
+"""The one exception type of nalora, and the errors that several modules raise."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SUGGESTION = "did you mean "
 
 
 class NALoRAError(RuntimeError):
-    """Something nalora refuses to do, said so that it can be mended.
+    """An input or a setup that nalora refuses, with the change that fixes it.
 
     Args:
-        where: the module, parameter or file the problem is about.
-        found: what is there.
-        expected: what should be there.
-        fix: the one change that helps.
+        where: the module, parameter, setting or file with the problem.
+        found: the value or state that was found there.
+        expected: the value or state that is required.
+        fix: the change to make.
     """
 
     def __init__(self, where: str, *, found: str, expected: str, fix: str) -> None:
@@ -26,17 +26,17 @@ class NALoRAError(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The same as one of several problems. A suggestion makes the list of all that is possible superfluous."""
+        """The error as one item of a list; a suggested name replaces the list of all valid names."""
         expected = "" if self.fix.startswith(_SUGGESTION) else f", expected {self.expected}"
         return f"{self.where}: {self.found}{expected} ({self.fix})"
 
 
 class SettingsError(NALoRAError):
-    """Settings that cannot be used: every problem at once, each with its own fix, and nothing else.
+    """All problems of a settings file in one message.
 
     Args:
         where: the file or the study.
-        problems: a sentence for each, which starts with the setting's name.
+        problems: one sentence for each problem, starting with the name of the setting.
     """
 
     def __init__(self, where: str, problems: Sequence[str]) -> None:
@@ -47,46 +47,46 @@ class SettingsError(NALoRAError):
 
     @property
     def summary(self) -> str:
-        """The problems alone, for a list of problems."""
+        """The problems without the fix."""
         return f"{self.where}: {'; '.join(self.problems)}"
 
 
 @contextlib.contextmanager
 def collecting(problems: list[str]) -> Iterator[None]:
-    """Take what is refused inside as one of several problems, which are told together."""
+    """Append the summary of a NALoRAError raised in the block to `problems` in place of raising it."""
     try:
         yield
     except NALoRAError as error:
         problems.append(error.summary)
 
 
-def did_you_mean(given: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
-    """The fix for a name that is not known: the nearest that are, or what else helps."""
-    close = difflib.get_close_matches(given, list(known), most, cutoff)
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """Return a fix that suggests the known names nearest to `name`, or `otherwise` where none is similar."""
+    close = difflib.get_close_matches(name, list(known), most, cutoff)
     return f"{_SUGGESTION}{' or '.join(close)}?" if close else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; where that is a heading that ends in a colon, with the line below it."""
+    """Return the first line of an error's message; a heading that ends in a colon includes the line after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     return " ".join(lines[:end])
 
 
-def shortened(found: object, most: int = 80) -> str:
-    """A text as it is, anything else as Python writes it; cut where a sentence could no longer be read."""
-    text = found if isinstance(found, str) else repr(found)
+def shortened(value: object, most: int = 80) -> str:
+    """Return a text, or the repr of any other value, cut to `most` characters."""
+    text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless it is 1; thousands are separated by commas.
-
-    Args:
-        number: how many.
-        noun: in the singular, with a regular plural.
-    """
+    """Return a number with separated thousands and its noun, which gets a regular plural unless the number is 1."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def reason(error: Exception) -> str:
+    """Return the operating system's description of an error, or else its message."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def unknown_name(where: str, found: str, name: str, known: Iterable[str], otherwise: str) -> NALoRAError:
@@ -127,17 +127,18 @@ def missing_package(where: str, package: str, purpose: str, install: str = "", i
 
 
 def unusable(path: str | Path, action: str, error: Exception, expected: str, fix: str) -> NALoRAError:
-    """Return the error for a path that cannot be read or written; `action` is the participle, such as "read"."""
+    """Return the error for a path that cannot be used; `action` is a participle, such as "read" or "written"."""
     return NALoRAError(str(path), found=f"that it cannot be {action} ({reason(error)})", expected=expected, fix=fix)
 
 
 def wrong_kind(path: Path, kind: str, expected: str, fix: str) -> NALoRAError:
-    """Return the error for a path that is a symbolic link, or anything else but a "file" or "folder" (`kind`)."""
-    return NALoRAError(
-        str(path), found="a symbolic link" if path.is_symlink() else f"no {kind}", expected=expected, fix=fix
-    )
+    """Return the error for a path that is a symbolic link or not of its kind, "file" or "folder"."""
+    found = "a symbolic link" if path.is_symlink() else f"no {kind}"
+    return NALoRAError(str(path), found=found, expected=expected, fix=fix)
 
 
-def reason(error: Exception) -> str:
-    """Return the operating system's description of an error, or else its message."""
-    return getattr(error, "strerror", None) or str(error)
+def refuse_first(where: str, expected: str, problems: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise the error of the first problem that applies; a problem is (whether it applies, found, fix)."""
+    for applies, found, fix in problems:
+        if applies:
+            raise NALoRAError(where, found=found, expected=expected, fix=fix)

@@ -215,7 +215,7 @@ def test_half_of_the_experts_parameter_is_refused_with_what_works():
 
 
 def test_a_plan_names_the_layers_that_are_passed_over():
-    """Some are controlled, so nothing is refused; what is missing is said."""
+    """Some are controlled, so there is no error; the plan lists the others."""
     settings = CONTROLLED["deepseek_v3"][0]
     config = peft.LoraConfig(r=2, target_modules="all-linear", target_parameters=["shared_experts.gate_proj.weight"])
     model = peft.get_peft_model(causal_model("deepseek_v3", **settings), config)

@@ -217,7 +217,7 @@ def test_mask_and_scale_take_hold_of_the_rows_they_should():
 def test_the_adam_notice_is_one_sentence_told_once_and_true():
     from nalora.control import controller as module
 
-    module._tell_once.cache_clear()
+    module._warn_once.cache_clear()
     model = tiny.llama()
     with pytest.warns(UserWarning, match=r"0\.9999 of the update") as told:
         nalora.attach(model, AdamW(tiny.trainable(model), lr=1e-3)).detach()
@@ -265,7 +265,7 @@ def test_the_plan_is_one_readable_screen():
 
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
 def test_a_model_that_nobody_holds_is_freed_with_its_controller(apply_to):
-    """Also when nobody called `detach`: a notebook that trains a second model must have room for it."""
+    """Also without `detach`: a notebook that trains a second model needs the memory."""
     model = tiny.llama(torch.float32)
     optimizer = SGD(tiny.trainable(model), lr=0.1)
     controller = nalora.attach(model, optimizer, NALoRAConfig(apply_to=apply_to))

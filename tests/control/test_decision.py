@@ -1,4 +1,4 @@
-"""Deciding and committing by hand: small numbers in, the numbers of the paper's equations out."""
+"""Decisions and commits on small numbers, compared with the paper's equations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_commit_takes_everything_over_and_stability_is_how_far_the_mask_moved(
 
 
 def test_a_commit_writes_into_the_memory_that_is_there():
-    """A captured CUDA graph goes on reading it."""
+    """A captured CUDA graph keeps reading it."""
     here = group()
     places = {name: getattr(here, name).data_ptr() for name in here.STATE}
     here.commit(decision(), torch.tensor(True))

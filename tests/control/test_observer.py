@@ -341,7 +341,7 @@ def test_autocast_is_observed_as_it_runs():
 
 
 def test_a_layer_called_twice_in_one_pass_counts_twice():
-    """Weight sharing across depth: every call is a gate that the loss learns from."""
+    """Weight sharing across depth: every call is a gate that is trained."""
     model = tiny.llama(layers=1)
     layers = model.base_model.model.model.layers
     layers.append(layers[0])

@@ -71,7 +71,7 @@ def test_from_files_after_every_step(name, tmp_path):
 
 
 def test_the_state_travels_in_the_users_own_torch_file(tmp_path):
-    """`state_dict` beside the optimizer's in one file, read back without unpickling code."""
+    """`state_dict` in one file with the optimizer's, read back without unpickling code."""
     model, optimizer, controller = set_up({})
     train(model, optimizer, controller, range(2))
     parts = {"model": model, "optimizer": optimizer, "controller": controller}

@@ -99,7 +99,7 @@ def test_vision_models_have_no_mask():
 
 
 class Masked(nn.Module):
-    """A model that hands its layers nothing, and may hand itself anything."""
+    """A model that passes no mask to its layers, and accepts any mask itself."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_mask_of_another_shape_is_an_error():
 @pytest.mark.parametrize("lengths", [(8, 5, 3), (8, 8), (8,), (2, 1)])
 @pytest.mark.parametrize("pads_on_the_left", [True, False])
 def test_a_boolean_mask_is_read_by_what_it_means(causal, lengths, pads_on_the_left):
-    """MPT's has True where a key is hidden; everybody else's where it is seen."""
+    """In MPT, True masks a key; in all other models it means attention."""
     from nalora.control.tokens import _as_token_mask
 
     real = mask_of(*lengths, size=max(lengths)).bool()

@@ -125,7 +125,7 @@ def test_statistics_are_added_over_the_whole_mesh_and_no_further(mesh, names, ex
 
 @pytest.mark.parametrize("space", ["gradient", "update"])
 def test_nothing_waits_for_the_device(space):
-    """Deciding, multiplying and clipping shards asks the host for no value."""
+    """Deciding, multiplying and clipping shards does not synchronise with the host."""
     waiting = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 
     class NoWaiting(TorchDispatchMode):

@@ -159,7 +159,7 @@ def test_trainer(launched, tmp_path):
 
 
 def test_bf16_with_a_master_copy(launched):
-    """Statistics in float32 all the same, and alike on both ranks."""
+    """Statistics are in float32 and equal on both ranks."""
     first, second = (each["bf16"]["state"] for each in launched)
     assert all(torch.equal(first[key], second[key]) for key in first)
     expected = alone()["state"]

@@ -322,7 +322,7 @@ def test_only_processes_of_the_mesh_are_added_up(launched):
 
 
 def test_sharding_after_attach_is_named(launched):
-    """Seen by the first forward pass, or by the step: the optimizer would move parameters that nobody uses."""
+    """Seen by the first forward pass, or by the step: the optimizer would step parameters that are not used."""
     for found in launched[:2]:
         forward, step = found["errors"]
         assert "attach last, or call controller.bind" in forward

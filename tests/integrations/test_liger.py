@@ -118,7 +118,7 @@ def switched_on_by_trainer(device: str, folder: str) -> None:
 
 
 def teach_the_interpreter_floats() -> None:
-    """Triton 3.6's interpreter hands a float argument to the kernel as it is; Liger's kernels call its `.to`."""
+    """Triton 3.6's interpreter passes a float argument to the kernel as it is; Liger's kernels call its `.to`."""
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter

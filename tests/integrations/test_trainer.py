@@ -114,7 +114,7 @@ def train_vanilla(trainer):
 
 
 def difference(one, other) -> float:
-    """Over adapters and controller states alike."""
+    """Over adapters and controller states."""
     return max(
         tiny.largest_difference(*({k: v.double() for k, v in x.items() if v.any()} for x in pair))
         for pair in zip(one, other, strict=True)
@@ -182,7 +182,7 @@ def test_accumulation_over_padded_batches(tmp_path, apply_to):
 
 
 class Counted(TrainerCallback):
-    """What stands in the window of each optimizer step."""
+    """The contents of the window of each optimizer step."""
 
     def __init__(self):
         self.steps = []

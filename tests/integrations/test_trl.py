@@ -1,4 +1,4 @@
-"""TRL's trainers: attached by the same line, and only the passes that the loss learns from are counted."""
+"""TRL's trainers: attached by the same line, and only trained passes are counted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PROMPTS, GOOD, BAD = sentences(16, 2, 6, seed=1), sentences(16, 3, 9, seed=2), s
 
 
 class Counts(TrainerCallback):
-    """What the controller has counted when each optimizer step comes, one number per block."""
+    """The tokens that the controller has counted at each optimizer step, one number per block."""
 
     def __init__(self, controller):
         self.controller, self.steps = controller, []
@@ -215,7 +215,7 @@ def test_sft_wraps_the_model_itself(tmp_path, tokenizer):
 
 
 def policy(reference: str) -> tuple[torch.nn.Module, dict]:
-    """A model and what to hand the trainer beside it, so that it takes its reference from there."""
+    """A model and the trainer's other arguments, from which it takes its reference model."""
     model = tiny.llama(torch.float32)
     if reference == "disabled":
         return model.unload(), {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear")}

@@ -1,1 +1,1 @@
-"""NA-LoRA at work: find blocks, plan, observe, decide, apply, save."""
+"""NA-LoRA: find FFN blocks, plan, observe, decide, apply, save."""

@@ -1,10 +1,10 @@
-"""Where the FFN gates of a model are, found by what the model computes rather than by names.
+"""Find the FFN blocks of a model from its computation rather than from names.
 
-Every module that owns an adapted linear layer is run once as a *replica* in which all linear layers are
-replaced by stand-ins that answer with chosen values. What arrives at the other stand-ins then shows the wiring:
-which rows of which layer reach which channel, which factor is bent by an activation (the gate), which enters
-straight (the up projection), and which layer reads the product (the down projection). Fused, interleaved,
-renamed and never-seen FFNs are all found the same way, on the meta device too, and no weight is touched.
+Every module that owns an adapted linear layer is run as a *replica* in which all linear layers are replaced by
+stand-ins with chosen outputs. The inputs of the other stand-ins then show the wiring: which rows of which layer reach
+which channel, which factor passes through an activation (the gate), which is linear (the up projection), and which
+layer reads the product (the down projection). Fused, interleaved, renamed and unknown FFNs are all found in the same
+way, on the meta device too, and no weight is changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nalora.errors import NALoRAError
 from nalora.models.peft_names import in_base
 from nalora.models.target_modules import rewritten_names, shortest_suffixes
 
-# PEFT's LoRA variants that keep plain factors A and B; DoRA only adds a magnitude beside them.
+# PEFT's LoRA variants with plain factors A and B; DoRA only adds a magnitude.
 _ALLOWED_VARIANTS = ("Dora",)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer's part in an FFN block: all of its output rows, or the slice that plays this part."""
+    """A projection of an FFN block: all output rows of a linear layer, or a slice of them."""
 
     name: str
     module: nn.Module
@@ -41,15 +41,15 @@ class Projection:
 
     @property
     def adapted(self) -> bool:
-        """Whether the layer carries a LoRA adapter."""
+        """Whether the layer has a LoRA adapter."""
         return isinstance(self.module, LoraLayer)
 
 
 @dataclass(frozen=True)
 class FFNBlock:
-    """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None where nothing is multiplied.
+    """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None without a product.
 
-    `host` is the module that computes just this, from its input to its output; None where it computes more.
+    `host` is the module that computes exactly this, from its input to its output; None if every module computes more.
     """
 
     name: str
@@ -68,7 +68,7 @@ class FFNBlock:
 
     @property
     def statistics_kind(self) -> tuple[torch.device, torch.dtype]:
-        """Where and in what precision statistics of this block are kept: beside its adapters, float32 at least."""
+        """The device and dtype of this block's statistics: those of its adapters, at least float32."""
         layers = [p.module for p in self.projections.values() if isinstance(p.module, LoraLayer)]
         adapter = next(iter(layers[0].lora_B.values())).weight
         return adapter.device, torch.promote_types(adapter.dtype, torch.float32)
@@ -82,11 +82,15 @@ class FFNBlock:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What `find_blocks` saw: the blocks, the adapters it refuses with the reason, and the adapters left alone.
+    """The result of `find_blocks`.
 
-    `bare` are the names of the linear layers of FFNs without any adapter, shortened where all layers are alike, and
-    `rewrites`: whether PEFT takes such names for expert parameters (`models.target_modules`). `experts` is a parameter
-    that holds the weights of several experts.
+    Attributes:
+        blocks: the FFN blocks with an adapter.
+        refused: adapters that cannot be controlled, with the reason.
+        others: adapters outside FFN blocks.
+        bare: the linear layers of FFNs without any adapter, shortened to the names that all layers share.
+        rewrites: whether PEFT takes such names for expert parameters (`models.target_modules`).
+        experts: a parameter with the weights of several experts.
     """
 
     blocks: tuple[FFNBlock, ...]
@@ -97,17 +101,24 @@ class Discovery:
     experts: str | None = None
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Use one thread: replicas are thousands of tiny operations, on an 8B model 1.0 s on one thread, 9.4 s on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def find_blocks(model: nn.Module) -> Discovery:
     """Find every FFN block of `model` that has an adapted projection.
 
     Raises:
         NALoRAError: the model has no LoRA layers, or an adapter of a kind without plain A and B.
     """
-    with _one_thread():
-        return _find_blocks(model)
-
-
-def _find_blocks(model: nn.Module) -> Discovery:
     names = {module: name for name, module in model.named_modules()}
     adapters = [module for module in names if isinstance(module, LoraLayer)]
     if not adapters:
@@ -129,36 +140,19 @@ def _find_blocks(model: nn.Module) -> Discovery:
     claimed: set[nn.Module] = set()
     found = [block for host in _hosts(names, linears) for block in _blocks_in(host, names, linears, claimed, refused)]
     blocks = [block for block in found if any(projection.adapted for projection in block.projections.values())]
-    bare = {in_base(each.name) for block in found if block not in blocks for each in block.projections.values()}
+    bare = {in_base(p.name) for block in found if block not in blocks for p in block.projections.values()}
     order = {module: position for position, module in enumerate(names)}
     blocks.sort(key=lambda block: order[block.gate.module])
-    shared = {name for name, count in Counter(block.name for block in blocks).items() if count > 1}
-    blocks = [dataclasses.replace(b, name=b.gate.name) if b.name in shared else b for b in blocks]
+    counts = Counter(block.name for block in blocks)
+    blocks = [dataclasses.replace(b, name=b.gate.name) if counts[b.name] > 1 else b for b in blocks]
     others = tuple(names[a] for a in adapters if a not in claimed and names[a] not in refused)
     base = base_of(model)
-    return Discovery(
-        tuple(blocks),
-        refused,
-        others,
-        bare=tuple(shortest_suffixes(bare, base)),
-        rewrites=bool(rewritten_names(base)),
-        experts=_expert_parameter(model),
-    )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Replicas are thousands of tiny operations: on an 8B model 1.0 s on one thread, 9.4 s on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    short = tuple(shortest_suffixes(bare, base))
+    return Discovery(tuple(blocks), refused, others, short, bool(rewritten_names(base)), _expert_parameter(model))
 
 
 def _hosts(names: dict[nn.Module, str], linears: dict[nn.Module, tuple[int, int]]) -> list[nn.Module]:
-    """The modules whose forward calls a linear layer: its parent, past mere containers. Innermost first."""
+    """Return the modules whose forward calls a linear layer: its parent that is no container. Innermost first."""
     by_name = {name: module for module, name in names.items()}
     hosts = {
         next(
@@ -193,14 +187,13 @@ def _blocks_in(
         wiring = replica.wiring(consumer)
         if wiring is None or any(part.source in claimed for part in wiring.parts):
             continue
-        bent = [part for part in wiring.parts if replica.bends(consumer, part)]
-        straight = [part for part in wiring.parts if part not in bent]
-        if len(bent) == 2:
-            for part in bent:
+        gates = [part for part in wiring.parts if replica.is_nonlinear(consumer, part)]
+        if len(gates) == 2:
+            for part in gates:
                 refused[names[part.source]] = "both factors of its product pass through an activation"
-        if len(bent) != 1:
+        if len(gates) != 1:
             continue
-        gate, up = bent[0], straight[0] if straight else None
+        gate, up = gates[0], next((part for part in wiring.parts if part not in gates), None)
         phi = replica.activation(consumer, gate, up)
         down = consumer if consumer is not OUTPUT else _reader_nearby(host, names, linears, gate.source, wiring.width)
         if down is None:
@@ -214,7 +207,7 @@ def _blocks_in(
             activation=activations.identify(phi),
             width=wiring.width,
             up_offset=replica.up_offset(consumer, gate, up) if up else 0.0,
-            host=host if replica.is_nothing_but(gate.source, up.source if up else None, down) else None,
+            host=host if replica.is_plain_ffn(gate.source, up.source if up else None, down) else None,
         )
 
 
@@ -225,7 +218,7 @@ def _reader_nearby(
     gate: nn.Module,
     width: int,
 ) -> nn.Module | None:
-    """The layer that reads a host's output where the FFN is split over modules (BERT): width in, model size out."""
+    """Return the layer that reads a host's output if the FFN is split over modules (BERT): width in, model size out."""
     by_name = {name: module for module, name in names.items()}
     model_size = linears[gate][0]
     for ancestor in list(_ancestors(names[host]))[:2]:
@@ -250,7 +243,7 @@ def _check_variant(name: str, layer: LoraLayer) -> None:
 
 
 def _expert_parameter(model: nn.Module) -> str | None:
-    """The class and the name of a parameter that holds the weights of several experts, where the model has one."""
+    """Return the class and the name of a parameter with the weights of several experts, None without one."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 and "expert" in type(module).__name__.lower():
@@ -271,7 +264,7 @@ def _unsupported(name: str, found: str) -> NALoRAError:
     return NALoRAError(
         name,
         found=found,
-        expected="LoRA, rsLoRA, DoRA or PiSSA, which keep plain factors A and B",
+        expected="LoRA, rsLoRA, DoRA or PiSSA, which have plain factors A and B",
         fix="build the adapter with peft.LoraConfig and without that variant",
     )
 

@@ -1,4 +1,4 @@
-"""The controller's state on disk: one versioned safetensors file, written whole or not at all."""
+"""The controller's state on disk: one versioned safetensors file, written atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION = 1
 
 
 def state_of(groups: list[BlockGroup], config: NALoRAConfig) -> dict[str, Any]:
-    """The state of all blocks as ``block/field`` tensors, beside the version and the configuration."""
+    """Return the state of all blocks as ``block/field`` tensors, with the version and the configuration."""
     tensors = {key: tensor.clone() for key, tensor in _tensors(groups).items()}
     return {"version": VERSION, "config": config.to_dict(), "tensors": tensors}
 
@@ -42,7 +42,7 @@ def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any
             "nalora state",
             found=f"version {state.get('version')!r}",
             expected=f"version {VERSION}",
-            fix="resume with the nalora release that wrote it, or start anew",
+            fix="resume with the nalora release that wrote it, or start a new run",
         )
     tensors: dict[str, Tensor] = state["tensors"]
     targets = _tensors(groups)
@@ -51,7 +51,7 @@ def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any
         now = json.loads(atomic.json_text(config.to_dict()))
         changed = [key for key, value in json.loads(atomic.json_text(saved)).items() if now.get(key) != value]
         if changed:
-            warnings.warn(f"nalora: resumed with other settings than saved: {', '.join(changed)}", stacklevel=3)
+            warnings.warn(f"nalora: settings that differ from the saved ones: {', '.join(changed)}", stacklevel=3)
     with torch.no_grad():
         for key, target in targets.items():
             target.copy_(tensors[key])
@@ -77,10 +77,10 @@ def _check_same_blocks(targets: dict[str, Tensor], tensors: dict[str, Tensor]) -
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
-    """Write the state into `folder`, which is made where it is missing.
+    """Write the state into `folder`, which is created if necessary, and return the file's path.
 
     Raises:
-        NALoRAError: a file of that name is there that nalora did not write.
+        NALoRAError: the folder has a file of that name that nalora did not write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
@@ -91,20 +91,24 @@ def save(state: dict[str, Any], folder: Path) -> Path:
 
 
 def _is_state(head: bytes) -> bool:
-    """The metadata are the first entry of a safetensors header, in any order among themselves."""
+    """Return whether a file is a state, by the metadata at the start of its safetensors header, in any order."""
     start = head[8:]
     return start.startswith(b'{"__metadata__":{') and b'"version":' in start and b'"config":' in start
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read a state; every kind of damage is one clear error."""
+    """Read a state.
+
+    Raises:
+        NALoRAError: no such file, or a damaged one.
+    """
     path = folder / FILE_NAME
     if not path.is_file():
         raise NALoRAError(
             str(path),
             found="no controller state in this checkpoint",
-            expected=f"{FILE_NAME}, written by nalora beside the optimizer's state",
-            fix="resume from a checkpoint that NA-LoRA wrote, or start anew",
+            expected=f"{FILE_NAME}, which nalora writes with the optimizer's state",
+            fix="resume from a checkpoint of NA-LoRA, or start a new run",
         )
     try:
         with safe_open(path, framework="pt") as file:
@@ -115,7 +119,7 @@ def load(folder: Path) -> dict[str, Any]:
         raise NALoRAError(
             str(path),
             found=f"a damaged file ({error})",
-            expected="a whole state file as nalora writes it",
+            expected="a complete state file written by nalora",
             fix="resume from an earlier checkpoint",
         ) from error
     return {"version": version, "config": config, "tensors": tensors}

@@ -1,4 +1,4 @@
-"""A user's own activation, named on the command line as `module:function` or `file.py:name`."""
+"""Activations defined by the user, named on the command line as `module:function` or `file.py:name`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from nalora.files import python_files
 
 
 def find(name: str) -> Activation:
-    """The known activation of that name, or the user's own that `module:function` or `file.py:name` points at.
+    """Return the known activation of that name, or the function that `module:function` or `file.py:name` refers to.
 
     Raises:
-        NALoRAError: nothing is there, or it is not an elementwise function of a tensor.
+        NALoRAError: no such activation, or not an elementwise function of a tensor.
     """
     if ":" not in name:
         try:
             return get(name)
         except NALoRAError as error:
-            more = f"{error.fix} (or give your own as module:function or file.py:name)"
-            raise NALoRAError(error.where, found=error.found, expected=error.expected, fix=more) from None
+            fix = f"{error.fix} (or give your own as module:function or file.py:name)"
+            raise NALoRAError(error.where, found=error.found, expected=error.expected, fix=fix) from None
     place, _, attribute = name.rpartition(":")
     return from_function(_attribute(name, _module(name, place), attribute), called=attribute)
 
 
 def from_function(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
-    """An activation from a function alone: its derivatives by autograd, or by differences where autograd sees none.
+    """Return an activation with derivatives by autograd, or by differences for a function without autograd.
 
     Raises:
-        NALoRAError: `phi` does not map every element by itself to a finite number.
+        NALoRAError: `phi` is not elementwise, or not finite.
     """
     _check_elementwise(phi, called)
-
     smooth = phi
     if not _has_gradient(phi):
         smooth = by_differences(phi)
@@ -48,9 +47,9 @@ def from_function(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
         if dtype != torch.float64:
             raise NALoRAError(
                 called,
-                found=f"values in {dtype} and nothing for autograd",
-                expected="float64 for z in float64, where derivatives must be taken from values",
-                fix="compute in the type of z, or with torch's own functions",
+                found=f"values in {dtype} and no autograd",
+                expected="float64 for z in float64, since derivatives are computed from values",
+                fix="compute in the dtype of z, or with torch's own functions",
             )
 
     def named(z: Tensor) -> Tensor:
@@ -61,17 +60,18 @@ def from_function(phi: Callable[[Tensor], Tensor], called: str) -> Activation:
 
 
 def known_equivalent(activation: Activation) -> Activation | None:
-    """Which known activation has the same values, if any."""
+    """Return the known activation with the same values, None without one."""
     z = torch.linspace(-12, 12, 481, dtype=torch.float64)
     values = activation.phi(z)
     return next((known for known in KNOWN if torch.allclose(values, known.phi(z), rtol=1e-5, atol=1e-5)), None)
 
 
 def by_differences(phi: Callable[[Tensor], Tensor]) -> Elementwise:
-    """`phi` with a derivative taken from its values, for functions that leave torch (NumPy, lookup tables).
+    """Return `phi` with a derivative from its values, for functions that do not use torch (NumPy, lookup tables).
 
-    Five points: in float64 the derivative is good to 1e-12 and the derivative of that to 1e-9, so that characteristic
-    points keep nine digits. Steps are shorter than the 1e-2 of the search for these, so a kink at 0 is no root.
+    Five points: in float64 the derivative is accurate to 1e-12 and the second derivative to 1e-9, so that
+    characteristic points have nine digits. Steps are shorter than the 1e-2 of the search for these, so a kink at 0 is
+    no root.
     """
     h = 1e-3
 
@@ -88,7 +88,7 @@ def by_differences(phi: Callable[[Tensor], Tensor]) -> Elementwise:
         @staticmethod
         def backward(context: Any, upstream: Tensor) -> Tensor:
             (z,) = context.saved_tensors
-            # The slope is differentiated the same way, for κ′ needs φ″.
+            # The slope is differentiated in the same way, since κ′ needs φ″.
             return upstream * by_differences(slope)(z)
 
     def apply(z: Tensor) -> Tensor:
@@ -105,10 +105,10 @@ def _module(name: str, place: str) -> Any:
             if not file.is_file():
                 raise ImportError("no such file")
             return python_files.load(file)
-        if "" not in sys.path:  # an installed command does not look into the folder that it was called in
+        if "" not in sys.path:  # an installed command does not search the current folder
             sys.path.insert(0, "")
         return importlib.import_module(place)
-    except Exception as error:  # what a user's file raises is the user's to see, in one line
+    except Exception as error:  # a user's file may raise anything
         raise NALoRAError(
             name,
             found=f"{place!r} cannot be imported ({type(error).__name__}: {error})",
@@ -118,14 +118,14 @@ def _module(name: str, place: str) -> Any:
 
 
 def _attribute(name: str, module: Any, attribute: str) -> Callable[[Tensor], Tensor]:
-    found: Any = getattr(module, attribute, None)
-    if isinstance(found, type) and issubclass(found, torch.nn.Module):
-        found = found()
-    if not callable(found):
-        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+    function: Any = getattr(module, attribute, None)
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        function = function()
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         listed = f"one of {', '.join(names[:8])}" if names else "a function in it"
         raise NALoRAError(name, found=f"no function {attribute!r} there", expected=listed, fix="name that one")
-    result: Callable[[Tensor], Tensor] = found
+    result: Callable[[Tensor], Tensor] = function
     return result
 
 
@@ -148,7 +148,7 @@ def _check_elementwise(phi: Callable[[Tensor], Tensor], called: str) -> None:
             called,
             found=found,
             expected="an elementwise function: a tensor to a finite tensor of its shape",
-            fix="map every element by itself, as torch.nn.functional.silu does",
+            fix="compute every element independently, as torch.nn.functional.silu does",
         )
 
 
@@ -157,5 +157,5 @@ def _has_gradient(phi: Callable[[Tensor], Tensor]) -> bool:
     try:
         with torch.enable_grad():
             return phi(z).requires_grad
-    except (RuntimeError, TypeError):  # NumPy refuses tensors that require grad
+    except (RuntimeError, TypeError):  # NumPy does not accept tensors that require grad
         return False

@@ -1,4 +1,4 @@
-"""Decide: once per optimizer step, from sums to mask and step scales, all blocks of one width at a time."""
+"""The decision of an optimizer step: mask and step scales from the sums, for all blocks of one width together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nalora.kernels.statistics import Sums
 
 @functools.cache
 def _projection_limits(config: NALoRAConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(α, s_min, s_max) of gate, up and down: on the device once, not at every step."""
+    """Return (α, s_min, s_max) of gate, up and down, copied to the device once and not at every step."""
     projections = (config.gate, config.up, config.down)
     sensitivity, low, high = torch.tensor([[p.sensitivity, p.low, p.high] for p in projections], dtype=dtype).T
     return sensitivity.to(device), low.to(device), high.to(device)
 
 
 class Decision(NamedTuple):
-    """What a step would make of the state of `n` blocks; committed only if the step really happens."""
+    """The next state of `n` blocks; it takes effect only if the optimizer's step happens."""
 
     mask: Tensor  # [n, width]
     scales: Tensor  # [n, 3], gate, up, down
@@ -36,11 +36,13 @@ class Decision(NamedTuple):
 
 
 class BlockGroup:
-    """The stacked statistics and state of the blocks that share a width, a dtype, a device and what acts on them.
+    """The stacked statistics and state of blocks with the same width, dtype, device and active controls.
 
-    The exponential averages live in `mask` and `scales`. Everything stays on the device: invalid blocks are kept by
-    `torch.where`, never by asking the host.
+    `mask` and `scales` are exponential moving averages. Everything stays on the device: invalid blocks keep their
+    state by `torch.where`, without waiting for the GPU.
     """
+
+    STATE = ("mask", "scales", "updates", "skipped", "shares", "score", "stability")
 
     def __init__(
         self,
@@ -57,37 +59,32 @@ class BlockGroup:
         self.stacked = Sums.zeros(n, width, dtype, device)
         self.mask = torch.ones(n, width, dtype=dtype, device=device)
         self.scales = torch.ones(n, 3, dtype=dtype, device=device)
-        self.updates = torch.zeros(n, dtype=torch.int64, device=device)
-        self.skipped = torch.zeros(n, dtype=torch.int64, device=device)
+        self.updates, self.skipped = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()
         self.shares = torch.zeros(n, 3, dtype=dtype, device=device)
-        self.score = torch.zeros(n, dtype=dtype, device=device)
-        self.stability = torch.zeros(n, dtype=dtype, device=device)
-
-        self._exchange: Tensor | None = None
-
-    STATE = ("mask", "scales", "updates", "skipped", "shares", "score", "stability")
+        self.score, self.stability = torch.zeros(2, n, dtype=dtype, device=device).unbind()
+        self._permutations: Tensor | None = None
 
     def sums(self, index: int) -> Sums:
-        """The buffers that block `index` accumulates into."""
+        """Return the buffers that block `index` accumulates into."""
         return self.stacked.of_block(index)
 
     @property
     def tokens(self) -> Tensor:
-        """How many tokens each block has counted in the current window."""
+        """The number of tokens that each block has counted in the current window."""
         return self.stacked.totals()[2]
 
     def open_window(self) -> None:
-        """Start the sums of the next optimizer step."""
+        """Zero the sums for the next optimizer step."""
         self.stacked.clear()
 
     @torch.no_grad()
     def decide(self, config: NALoRAConfig, ranks: dist.ProcessGroup | None = None) -> Decision:
-        """The next mask and step scales (eq. mask_soft to scale_ema), over the tokens of all data-parallel ranks."""
-        sensitivity, regimes, tokens = self._over(ranks)
+        """Return the next mask and step scales (eq. mask_soft to scale_ema), from the tokens of all ranks."""
+        sensitivity, regimes, tokens = self._totals(ranks)
         k_eff = equations.channel_score(sensitivity, tokens)
         valid = (tokens > 0) & torch.isfinite(k_eff.sum(-1))
         if config.mask_channels == "shuffled":
-            k_eff = k_eff.gather(1, self._exchanged(config.mask_seed))
+            k_eff = k_eff.gather(1, self._permuted(config.mask_seed))
         never = self.updates == 0
         first = never & (config.start == "first")
 
@@ -114,37 +111,32 @@ class BlockGroup:
             score=torch.where(valid, score, self.score),
         )
 
-    def _exchanged(self, seed: int) -> Tensor:
-        """Which channel's score each channel gets, [n, width]: drawn once from the seed and the block's name."""
-        if self._exchange is None:
-            drawn = []
-            for name in self.names:
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                drawn.append(torch.randperm(self.width, generator=generator))
-            self._exchange = torch.stack(drawn).to(self.mask.device)
-        return self._exchange
+    def _permuted(self, seed: int) -> Tensor:
+        """Return the channel whose score each channel gets, [n, width]: random by the seed and the block's name."""
+        if self._permutations is None:
+            seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in self.names]
+            drawn = [torch.randperm(self.width, generator=torch.Generator().manual_seed(value)) for value in seeds]
+            self._permutations = torch.stack(drawn).to(self.mask.device)
+        return self._permutations
 
     @torch.no_grad()
     def commit(self, decision: Decision, happened: Tensor | None) -> None:
-        """Take the decision over, unless the device says that the optimizer skipped its step."""
-        everywhere = (
-            torch.ones_like(decision.valid)
-            if happened is None
-            else happened.to(decision.valid).expand_as(decision.valid)
-        )
-        taken = decision.valid & everywhere
+        """Make a decision the state, except where `happened`, a boolean on the device, reports a skipped step."""
+        valid = decision.valid
+        stepped = torch.ones_like(valid) if happened is None else happened.to(valid).expand_as(valid)
+        taken = valid & stepped
         change = (decision.mask - self.mask).abs().mean(-1)
-        # Into the memory that is there: a captured CUDA graph goes on with the same tensors.
+        # Into the existing memory, since a captured CUDA graph keeps using these tensors.
         torch.where(taken, change, self.stability, out=self.stability)
         torch.where(taken[:, None], decision.mask, self.mask, out=self.mask)
         torch.where(taken[:, None], decision.scales, self.scales, out=self.scales)
         torch.where(taken[:, None], decision.shares, self.shares, out=self.shares)
         torch.where(taken, decision.score, self.score, out=self.score)
         self.updates += taken
-        self.skipped += everywhere & ~decision.valid
+        self.skipped += stepped & ~valid
 
-    def _over(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums of all data-parallel ranks, so that every rank decides the same."""
+    def _totals(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sums over all data-parallel ranks, so that every rank makes the same decision."""
         sensitivity, regimes, tokens = self.stacked.totals()
         if processes.has_several(ranks):
             counts = torch.cat([regimes, tokens[:, None]], dim=1)
@@ -154,7 +146,7 @@ class BlockGroup:
 
 
 def group_blocks(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
-    """Stack the blocks that can be decided together; where each one went."""
+    """Group the blocks that can be decided together; return the groups, and each block's group and index."""
     kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
     for plan in blocks:
         device, dtype = plan.block.statistics_kind

@@ -1,6 +1,6 @@
-"""Put fused FFNs in the place of the model's for the length of a training run, and take them out again.
+"""Replace the FFNs and LoRA layers of a model by fused functions during training, for `kernels="fused"`.
 
-A fused FFN stands in only while it computes the same thing, as `fused.linears` says of layers.
+As in `kernels.fused.linears`, a call that the fused function would not compute identically runs the original forward.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from nalora.control.blocks import FFNBlock
 from nalora.control.observer import GateObserver
+from nalora.control.plan import Plan
 from nalora.kernels.fused.factors import StepFactors, adapters_of
 from nalora.kernels.fused.gated import GateSpec
-from nalora.kernels.fused.linears import is_plain_call
+from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
 from nalora.kernels.fused.peft_layers import frozen_weight, replace_forward
@@ -23,13 +24,31 @@ from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_sums import as_bytes
 
 
+def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver]) -> list[Callable[[], None]]:
+    """Fuse every FFN and every other LoRA linear layer where possible; the functions returned undo it.
+
+    `observers` has one entry for each block of the plan.
+    """
+    factors = StepFactors()
+    undo: list[Callable[[], None]] = []
+    fused: set[nn.Module] = set()
+    for planned, observer in zip(plan.blocks, observers, strict=True):
+        host = planned.block.host
+        restore = None if host is None else fuse_ffn(host, planned.block, observer, factors)
+        if restore is not None:
+            undo.append(restore)
+            fused |= {projection.module for projection in planned.block.projections.values()}
+    return undo + fuse_adapters(model, factors, frozenset(fused))
+
+
 def fuse_ffn(
     host: nn.Module, block: FFNBlock, observer: GateObserver, factors: StepFactors
 ) -> Callable[[], None] | None:
-    """Compute a whole gated FFN as one function; the result puts the module's own forward back. None: impossible."""
-    spec = _gate_spec(block, observer)
-    if spec is None or block.up is None:
+    """Compute a whole gated FFN as one function; return what restores the module's forward, None if impossible."""
+    known = number_and_limit(block.activation)
+    if known is None or block.up is None or block.fused:
         return None
+    spec = GateSpec(*known, *observer.thresholds, block.up_offset, observer.with_up)
     inner, outer = (block.gate.module, block.up.module), (block.down.module,)
     frozen = [frozen_weight(layer) for layer in (*inner, *outer)]
     if None in frozen or any(layer.base_layer.bias is not None for layer in (*inner, *outer)):
@@ -46,18 +65,10 @@ def fuse_ffn(
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
             return original(x, *args, **kwargs)
         mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
-        sums = observer.claim(x.device) if host.training else None
+        sums = observer.sums_to_add_to(x.device) if host.training else None
         dtype = compute_dtype(x)
-        made = factors.of(inner, inside, dtype), factors.of(outer, outside, dtype)
-        weights = Weights(*frozen, *inside.scalings, *outside.scalings, *made)
+        step_factors = factors.of(inner, inside, dtype), factors.of(outer, outside, dtype)
+        weights = Weights(*frozen, *inside.scalings, *outside.scalings, *step_factors)
         return LoRAFFN.apply(x, a_gate, b_gate, a_up, b_up, a_down, b_down, weights, spec, sums, mask)
 
     return replace_forward(host, forward)
-
-
-def _gate_spec(block: FFNBlock, observer: GateObserver) -> GateSpec | None:
-    """What the kernels must know of the block, None where it is not a gated FFN of an activation they know."""
-    known = number_and_limit(block.activation)
-    if known is None or block.up is None or block.fused:
-        return None
-    return GateSpec(*known, *observer.thresholds, block.up_offset, observer.with_up)

@@ -1,4 +1,4 @@
-"""Inspection: the plan for a model before any training, from its config alone, without a single weight."""
+"""Inspection: the plan for a model from its config alone, without weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHECK = "check the spelling and, for a hub id, the network"
 
 @dataclass(frozen=True)
 class Inspection:
-    """What NA-LoRA would do with a model, and how large the adapter would be; `refusal`: why no run can train it."""
+    """The plan of NA-LoRA for a model and the adapter's size; `refusal` is the reason why no run can train it."""
 
     architecture: str
     rank: int
@@ -53,7 +53,7 @@ def inspect_model(
     Args:
         model: a transformers folder, a config.json, a GGUF file, a PEFT adapter folder, a hub id, or ``smollm2-135m``.
         config: the settings of NA-LoRA; the paper's by default.
-        rank: r of the adapter; 8 by default. An adapter folder brings its own.
+        rank: r of the adapter; 8 by default, and not allowed for an adapter folder.
         target_modules: the layers to adapt, by the end of their name; every linear layer by default.
 
     Raises:
@@ -67,7 +67,7 @@ def inspect_model(
     elif rank is not None or target_modules:
         raise NALoRAError(
             model,
-            found="a rank or target modules beside a saved adapter",
+            found="a rank or target modules together with a saved adapter",
             expected="the rank and target modules of the adapter itself",
             fix="leave both out, or inspect the adapter's base model",
         )
@@ -88,9 +88,9 @@ def inspect_model(
 
 
 def _why_not_trained(model: str, skeleton: nn.Module) -> str | None:
-    """What `nalora train` says of a model that no task can use; None where some can."""
+    """Return the reason why `nalora train` refuses a model for every task; None if some task can use it."""
     try:
-        # Of all tasks of texts, those of encoder-decoders refuse the fewest models.
+        # Among tasks with texts, those of encoder-decoders refuse the fewest models.
         check_generates_text(model, "seq2seq", skeleton.config)
     except NALoRAError as error:
         return f"found {error.found}; expected {error.expected}"
@@ -98,7 +98,7 @@ def _why_not_trained(model: str, skeleton: nn.Module) -> str | None:
 
 
 def _saved_adapter(model: str) -> Any:
-    """The LoraConfig of an adapter folder or its adapter_config.json; None where `model` is neither."""
+    """Return the LoraConfig of an adapter folder or its adapter_config.json; None if `model` is neither."""
     path = Path(model)
     file = path if path.name == _ADAPTER_FILE else path / _ADAPTER_FILE
     if not file.is_file():
@@ -106,12 +106,8 @@ def _saved_adapter(model: str) -> Any:
     try:
         lora = peft.PeftConfig.from_pretrained(str(file.parent))
     except Exception as error:
-        raise NALoRAError(
-            str(file),
-            found=first_sentence(error),
-            expected="the config of a PEFT adapter",
-            fix="save the adapter again",
-        ) from error
+        found, expected = first_sentence(error), "the config of a PEFT adapter"
+        raise NALoRAError(str(file), found=found, expected=expected, fix="save the adapter again") from error
     if not isinstance(lora, peft.LoraConfig):
         raise NALoRAError(
             str(file), found=f"a {type(lora).__name__}", expected="a LoraConfig", fix="inspect a LoRA adapter"
@@ -123,17 +119,17 @@ def _saved_adapter(model: str) -> Any:
             expected="the path or hub id of the base model",
             fix="fill it in, or inspect the base model",
         )
-    # How A and B start does not change the plan, and data-driven starts (PiSSA, LoftQ) need the weights.
+    # The initialisation of A and B does not change the plan, and PiSSA and LoftQ need the weights.
     lora.init_lora_weights, lora.inference_mode = True, False
     return lora
 
 
 def _build(model: str) -> nn.Module:
-    """The architecture on the meta device: all modules, no memory."""
+    """Return the architecture on the meta device: all modules, no memory."""
     config = _read_config(model)
     # A quantised checkpoint has the same FFNs as a dense one.
     vars(config).pop("quantization_config", None)
-    _refuse_endless(config, model)
+    _check_size(config, model)
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     named = getattr(transformers, name, None) if name else None
@@ -155,8 +151,8 @@ def _build(model: str) -> nn.Module:
     ) from failure
 
 
-def _refuse_endless(config: Any, model: str) -> None:
-    """A layer costs a millisecond without weights: a slip of the pen in their number would build for days."""
+def _check_size(config: Any, model: str) -> None:
+    """Refuse a mistyped number of layers: each takes a millisecond without weights, so building could take days."""
     for name in _COUNTS:
         count = getattr(config, name, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
@@ -165,13 +161,13 @@ def _refuse_endless(config: Any, model: str) -> None:
 
 def _read_config(model: str) -> Any:
     if (gguf := gguf_file(model)) is not None:
-        return gguf_config(gguf)  # from the file's header: no dense weights are made for this
+        return gguf_config(gguf)  # from the file's header, so no weights are dequantised
     path = Path(model).expanduser()
     hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
     if not path.exists() and not hub:
         raise _no_model(model, "no such file or folder")
     if path.is_dir() and not (path / "config.json").is_file():
-        inside = [each.parent for name in (_ADAPTER_FILE, "config.json") for each in sorted(path.glob(f"*/{name}"))]
+        inside = [file.parent for name in (_ADAPTER_FILE, "config.json") for file in sorted(path.glob(f"*/{name}"))]
         fix = f"name the folder inside it: {inside[0]}" if inside else _CHECK
         raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}", fix)
     try:
@@ -182,7 +178,7 @@ def _read_config(model: str) -> Any:
         raise _no_model(model, f"no readable JSON ({error})") from error
     except NALoRAError:
         raise
-    except Exception as error:  # every config class has checks, and exceptions, of its own
+    except Exception as error:  # every config class raises other exceptions
         raise _no_model(model, first_sentence(error)) from error
 
 

@@ -1,9 +1,9 @@
-"""The controller's state as numbers for loggers: what is applied to the steps, and apart from it what is only followed.
+"""The controller's state as numbers for loggers: values applied to the steps, and values computed but not applied.
 
-The controller follows mask and step scales of every block, also where they act on nothing: step scaling of the GELU
+The controller computes mask and step scales of every block, also where they act on nothing: step scaling of the GELU
 family under ``regimes="paper"``, a control that the configuration switches off, a projection without an adapter.
-``scale_*``, ``mask_mean``, ``kept_share`` and ``stability`` are of the factors that really multiply a step, so they are
-neutral (1, 1, 1 and 0) where nothing does; the values that are only followed have names that start with ``followed_``.
+``scale_*``, ``mask_mean``, ``kept_share`` and ``stability`` describe the factors that multiply a step, so they are
+neutral (1, 1, 1 and 0) where nothing acts; the values that are not applied have names that start with ``followed_``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,9 @@ import torch
 from nalora.control.decision import BlockGroup
 from nalora.control.plan import BlockPlan
 
-# What a control that is off leaves of each measure: the factor 1, all channels kept, no change.
-NEUTRAL = {
-    "scale_gate": 1.0,
-    "scale_up": 1.0,
-    "scale_down": 1.0,
-    "mask_mean": 1.0,
-    "kept_share": 1.0,
-    "stability": 0.0,
-}
-# 1 where the control acts, else 0; over blocks their share.
+# The value of each measure where the control is off: the factor 1, all channels kept, no change.
+NEUTRAL = dict.fromkeys(("scale_gate", "scale_up", "scale_down", "mask_mean", "kept_share"), 1.0) | {"stability": 0.0}
+# 1 where the control acts, else 0; the mean over blocks is their share.
 ACTS = ("mask_acts", "scaling_acts")
 NAMES = ("p_sup", "p_res", "p_pos", "a", *NEUTRAL, "skipped_updates")
 FOLLOWED = {name: f"followed_{name}" for name in NEUTRAL}
@@ -33,16 +26,14 @@ FOLLOWED = {name: f"followed_{name}" for name in NEUTRAL}
 def measure(
     groups: list[BlockGroup], plans: Sequence[BlockPlan], *, preserve_mean: bool, per_block: bool
 ) -> dict[str, float]:
-    """Means over all blocks (skipped updates: their sum), and each block's own values where asked for.
+    """Return means over all blocks (skipped updates: their sum), and with `per_block` each block's values.
 
-    A block that a control does not act on counts with the neutral value. Means of ``followed_…`` are over the blocks
-    that have one: those where the value is followed and not applied.
-
-    The one place that waits for the device, with one transfer per group.
+    A block without a control counts with the neutral value. Means of ``followed_…`` are over the blocks in which the
+    value is computed without being applied. Waits for the GPU, with one transfer per group.
     """
-    followed = _followed(groups)
+    computed = _computed(groups)
     by_block = {
-        plan.block.name: _of_block(followed[plan.block.name], plan, preserve_mean=preserve_mean) for plan in plans
+        plan.block.name: _of_block(computed[plan.block.name], plan, preserve_mean=preserve_mean) for plan in plans
     }
     result: dict[str, float] = {}
     for name in (*NAMES, *ACTS, *FOLLOWED.values()):
@@ -57,7 +48,7 @@ def measure(
 
 
 def unapplied(plan: BlockPlan, *, preserve_mean: bool) -> frozenset[str]:
-    """The measures of a block whose followed value multiplies nothing."""
+    """Return the measures of a block whose computed value is not applied."""
     scales = {
         f"scale_{role}"
         for role, projection in (("gate", plan.block.gate), ("up", plan.block.up), ("down", plan.block.down))
@@ -65,13 +56,13 @@ def unapplied(plan: BlockPlan, *, preserve_mean: bool) -> frozenset[str]:
     }
     if not plan.mask:
         return frozenset({*scales, "mask_mean", "kept_share", "stability"})
-    # Divided by its mean the mask has the mean 1, whatever the followed one's is.
+    # Divided by its mean, the applied mask has the mean 1.
     return frozenset({*scales, "mask_mean"} if preserve_mean else scales)
 
 
-def _followed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
-    """The controller's own state by block."""
-    found: dict[str, dict[str, float]] = {}
+def _computed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
+    """Return the controller's state by block."""
+    state: dict[str, dict[str, float]] = {}
     for group in groups:
         dtype = group.mask.dtype
         columns = [
@@ -84,12 +75,12 @@ def _followed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
             group.skipped.to(dtype),
         ]
         for name, row in zip(group.names, torch.stack(columns, dim=1).cpu().double().tolist(), strict=True):
-            found[name] = dict(zip(NAMES, row, strict=True))
-    return found
+            state[name] = dict(zip(NAMES, row, strict=True))
+    return state
 
 
-def _of_block(followed: dict[str, float], plan: BlockPlan, *, preserve_mean: bool) -> dict[str, float]:
+def _of_block(computed: dict[str, float], plan: BlockPlan, *, preserve_mean: bool) -> dict[str, float]:
     off = unapplied(plan, preserve_mean=preserve_mean)
-    applied = {name: NEUTRAL[name] if name in off else value for name, value in followed.items()}
+    applied = {name: NEUTRAL[name] if name in off else value for name, value in computed.items()}
     acts = {"mask_acts": float(plan.mask), "scaling_acts": float(plan.scaling)}
-    return {**applied, **acts, **{FOLLOWED[name]: followed[name] for name in NEUTRAL if name in off}}
+    return {**applied, **acts, **{FOLLOWED[name]: computed[name] for name in NEUTRAL if name in off}}

@@ -1,9 +1,10 @@
-"""Observe: hooks that hand each gate pre-activation to the statistics, every learned token exactly once."""
+"""Hooks that add each gate pre-activation to the statistics, every trained token exactly once."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,50 +24,47 @@ _keys = itertools.count()
 _observers: weakref.WeakValueDictionary[int, GateObserver] = weakref.WeakValueDictionary()
 
 
+@dataclass(eq=False)
 class GateObserver:
-    """Watches the gate of one FFN block, and its up projection where both are needed.
+    """Observes the gate of one FFN block, and its up projection where both are needed.
 
-    Args:
+    Attributes:
         block: the block.
-        thresholds: between the regimes of its activation.
-        window: decides which passes count, and has the sums.
-        token_mask: says which tokens of a pass are real.
+        thresholds: the thresholds between the regimes of its activation.
+        window: decides which passes count, and holds the sums.
+        token_mask: the mask of padding tokens.
         with_up: whether the statistics need the output of the up projection.
         accumulate: adds a pass to the sums.
     """
 
-    def __init__(
-        self,
-        block: FFNBlock,
-        thresholds: tuple[float, float],
-        window: GateWindow,
-        token_mask: TokenMask,
-        *,
-        with_up: bool,
-        accumulate: Accumulate,
-    ) -> None:
-        self.block, self.thresholds, self.window, self.token_mask = block, thresholds, window, token_mask
-        self.with_up, self.accumulate = with_up, accumulate
-        self._sizes = {role: sizes[1] for role, p in block.projections.items() if (sizes := feature_sizes(p.module))}
+    block: FFNBlock
+    thresholds: tuple[float, float]
+    window: GateWindow
+    token_mask: TokenMask
+    with_up: bool
+    accumulate: Accumulate
+
+    def __post_init__(self) -> None:
+        sizes = {role: feature_sizes(p.module) for role, p in self.block.projections.items()}
+        self._channels = {role: size[1] for role, size in sizes.items() if size}
         self.key = next(_keys)
         _observers[self.key] = self
 
     def register(self) -> list[RemovableHandle]:
-        """Hook the block's layers; the handles remove it again."""
+        """Hook the block's layers; the handles remove the hooks."""
         gate, up = self.block.gate, self.block.up
         handles = [gate.module.register_forward_hook(_Hook(self, "gate"))]
         if self.with_up and up is not None and not self.block.fused:
             handles.append(up.module.register_forward_hook(_Hook(self, "up")))
         return handles
 
-    def see(self, role: str, output: Tensor) -> None:
-        """Take the output of the gate (or up) layer; with both at hand where both are needed, count the tokens."""
-        if is_sharded(output) or output.shape[-1] != self._sizes[role]:
+    def receive(self, role: str, output: Tensor) -> None:
+        """Take the output of the gate (or up) layer; count its tokens once all outputs that are needed are there."""
+        if is_sharded(output) or output.shape[-1] != self._channels[role]:
+            part = f"only a part of the output: {output.shape[-1]} of {self._channels[role]} channels"
             raise NALoRAError(
                 self.block.projections[role].name,
-                found=f"an output that is a part of itself: {output.shape[-1]} of {self._sizes[role]} channels"
-                if not is_sharded(output)
-                else "an output that is shared by processes (DTensor)",
+                found="an output that is sharded over processes (DTensor)" if is_sharded(output) else part,
                 expected="every channel on every process: a quantile over a shard is another method",
                 fix="train without tensor parallelism: DDP, or FSDP2's fully_shard",
             )
@@ -76,7 +74,7 @@ class GateObserver:
         elif self.block.fused:
             self._send(output[..., self.block.gate.rows], output[..., self.block.up.rows])
         elif self.window.waiting is None:
-            # Only a reference, for the moment between two neighbouring layers of the same forward pass.
+            # A reference, held only between two neighbouring layers of the same forward pass.
             self.window.waiting = output
         else:
             first, self.window.waiting = self.window.waiting, None
@@ -92,38 +90,38 @@ class GateObserver:
             self.count(z, u, mask, self.window.sums)
 
     def count(self, z: Tensor, u: Tensor | None, mask: Tensor | None, sums: Sums) -> None:
-        """Add a pass that the loss learns from to the sums, unless it was counted before."""
+        """Add a training pass to the sums, unless it was counted before."""
         if self.window.admits(z.device):
             self.accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
 
-    def claim(self, device: torch.device) -> Sums | None:
-        """The sums that a fused layer adds this pass to while it computes, None where the pass does not count."""
+    def sums_to_add_to(self, device: torch.device) -> Sums | None:
+        """Return the sums that a fused layer adds this pass to while it computes, None if the pass does not count."""
         return self.window.sums if self.window.admits(device) else None
 
 
 class _Hook:
-    """The forward hook on a layer. A deep copy or a pickle of the model gets a dead one in its place."""
+    """The forward hook on a layer. A deep copy or a pickle of the model gets an inert one in its place."""
 
     def __init__(self, observer: GateObserver, role: str) -> None:
         self.observer, self.role = observer, role
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        # The loss learns from no pass without gradients; generation in training mode (GRPO) is one, and its mask
-        # covers the cached tokens too.
+        # No pass without gradients is trained on; generation in training mode (GRPO) is one, and its mask covers the
+        # cached tokens too.
         if module.training and torch.is_grad_enabled() and self.observer.window.is_adapted():
-            self.observer.see(self.role, output)
+            self.observer.receive(self.role, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inert_hook, ()
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether a live observer already watches the layer."""
+    """Return whether the layer has the hook of an observer."""
     return any(isinstance(hook, _Hook) for hook in module._forward_hooks.values())
 
 
-# torch.compile sees one opaque operator: no graph break, no Python counter to guard on, and its body runs at every
-# call, so that recomputations are recognised there as in eager mode.
+# For torch.compile this is one opaque operator: no graph break, no guard on a Python counter. Its body runs at every
+# call, so that recomputations are recognised as in eager mode.
 @torch.library.custom_op("nalora::observe", mutates_args=("sensitivity", "outside", "tokens"))
 def _observe(
     z: Tensor,

@@ -1,4 +1,4 @@
-"""Which LoRA parameters a block's controls act on, arranged so that all of one kind are controlled at once."""
+"""The LoRA parameters that the controls of a block act on, grouped so that one operation covers those of one kind."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from nalora.control.apply import BlockFactors, Control
 from nalora.control.decision import BlockGroup, Decision
-from nalora.control.plan import BlockPlan
+from nalora.control.plan import BlockPlan, Plan
 from nalora.distributed.shards import is_sharded, local, own_rows
 
 
 class Adapter(NamedTuple):
-    """An adapter of a layer, by PEFT's name for it."""
+    """An adapter of a layer, with PEFT's name for it."""
 
     name: str
     a: nn.Parameter
@@ -24,144 +24,131 @@ class Adapter(NamedTuple):
 
 
 def active_adapters(layer: nn.Module) -> Iterator[Adapter]:
-    """The adapters of the layer that a forward pass goes through, as its modules hold them at this moment."""
+    """Yield the active adapters of a layer with the parameters that its modules hold now."""
     if isinstance(layer, LoraLayer):
         for name in layer.active_adapters:
             if name in layer.lora_A:
                 yield Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight)
 
 
-class Part(NamedTuple):
-    """What a parameter is to its block: a field of `BlockFactors`, or for ``"both"`` the rows of gate and up."""
+class Role(NamedTuple):
+    """The factor of a parameter: a field of `BlockFactors`, or for ``"both"`` those of gate and up in their rows."""
 
     factor: str
-    gate_rows: slice
-    up_rows: slice | None
+    gate_rows: slice = slice(None)
+    up_rows: slice | None = None
 
 
-def parts(plan: BlockPlan) -> Iterator[tuple[nn.Parameter, Part]]:
-    """The parameters that the block's controls act on, each with its part."""
+def controlled(plan: BlockPlan) -> Iterator[tuple[nn.Parameter, Role]]:
+    """Yield the parameters that the block's controls act on, with their roles."""
     gate, up, down = plan.block.gate, plan.block.up, plan.block.down
-    everything = slice(None)
     for _, a, b in active_adapters(gate.module):
-        if plan.block.fused and up is not None:
-            if plan.scaling:
-                yield a, Part("shared", everything, None)
-            yield b, Part("both", gate.rows, up.rows if plan.scaling else None)
-        else:
-            if plan.scaling:
-                yield a, Part("gate", everything, None)
-            yield b, Part("rows", everything, None)
-    if plan.scaling:
-        for factor, projection in (("up", up), ("down", down)):
-            if projection is not None and projection.module is not gate.module:
-                for _, a, b in active_adapters(projection.module):
-                    for parameter in (a, b):
-                        yield parameter, Part(factor, everything, None)
+        fused = plan.block.fused and up is not None
+        if plan.scaling:
+            yield a, Role("shared" if fused else "gate")
+        yield b, Role("both", gate.rows, up.rows if plan.scaling and up else None) if fused else Role("rows")
+    for factor, projection in (("up", up), ("down", down)) if plan.scaling else ():
+        if projection is not None and projection.module is not gate.module:
+            for _, a, b in active_adapters(projection.module):
+                yield from ((a, Role(factor)), (b, Role(factor)))
 
 
-class _Alike(NamedTuple):
-    """Parameters of one part and shape, and the blocks of the group they belong to; None: all of them, in order.
+def controlled_parameters(plan: Plan) -> list[nn.Parameter]:
+    """Return all parameters that the controls of a plan act on."""
+    return [parameter for planned in plan.blocks for parameter, _ in controlled(planned)]
 
-    `rows` are those that this process holds, where it shares the parameters with others.
+
+class _Batch(NamedTuple):
+    """Parameters of one role and shape, and the indices of their blocks in the group; None: all of them, in order.
+
+    `rows` are the rows that this process holds of sharded parameters.
     """
 
-    part: Part
+    role: Role
     rows: slice
     parameters: list[nn.Parameter]
     blocks: Tensor | None
 
     def control(self, factors: BlockFactors) -> Control:
         if self.blocks is not None:
-            factors = BlockFactors(*(each[self.blocks] for each in factors))
+            factors = BlockFactors(*(factor[self.blocks] for factor in factors))
         number, dimensions = len(self.parameters), self.parameters[0].dim()
-        if self.part.factor == "both":
-            values = factors.gate.new_ones(number, self.parameters[0].shape[0])  # of all processes' rows
-            values[:, self.part.gate_rows] = factors.rows
-            if self.part.up_rows is not None:
-                values[:, self.part.up_rows] = factors.up[:, None]
+        if self.role.factor == "both":
+            values = factors.gate.new_ones(number, self.parameters[0].shape[0])  # the rows of all processes
+            values[:, self.role.gate_rows] = factors.rows
+            if self.role.up_rows is not None:
+                values[:, self.role.up_rows] = factors.up[:, None]
         else:
-            values = getattr(factors, self.part.factor)
+            values = getattr(factors, self.role.factor)
         if values.dim() > 1:
             values = values[:, self.rows]
         return Control(self.parameters, values.view(*values.shape, *(1,) * (1 + dimensions - values.dim())))
 
 
 class ControlledParameters:
-    """The controlled parameters of all groups, arranged anew only when adapters came, went or changed places."""
+    """The controlled parameters of all groups, grouped again only when adapters were added, removed or replaced."""
 
     def __init__(self, plans: tuple[BlockPlan, ...], groups: list[BlockGroup]) -> None:
         self._plans = {plan.block.name: plan for plan in plans}
         self._layers = list(dict.fromkeys(p.module for plan in plans for p in plan.block.projections.values()))
         self._groups = groups
         self._known: dict[nn.Module, list[Adapter]] = {}
-        self._arranged: list[list[_Alike]] = [[] for _ in groups]
+        self._batches: list[list[_Batch]] = [[] for _ in groups]
 
     def refresh(self) -> bool:
-        """Look at the active adapters; whether anything changed."""
+        """Update the active adapters; return whether any changed."""
         now = {layer: list(active_adapters(layer)) for layer in self._layers}
-        if now.keys() == self._known.keys() and all(_same(now[layer], self._known[layer]) for layer in now):
+        if _identities(now) == _identities(self._known):
             return False
         self._known = now
-        self._arranged = [self._arrange(group) for group in self._groups]
+        self._batches = [self._batches_of(group) for group in self._groups]
         return True
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of the blocks' layers, the frozen ones too, as they are now."""
-        for plan in self._plans.values():
-            for projection in plan.block.projections.values():
-                for name, parameter in projection.module.named_parameters():
-                    yield f"{projection.name}.{name}", parameter
-
     def trained(self, layer: nn.Module) -> list[nn.Parameter]:
-        """The B of the layer's adapters that the optimizer steps.
+        """Return the B of the layer's adapters that the optimizer steps.
 
-        While FSDP2 computes with a layer its modules hold other parameters, gathered for the moment.
+        While FSDP2 computes a layer, its modules hold other parameters, gathered temporarily.
         """
         return [adapter.b for adapter in self._known.get(layer, [])]
 
     def version(self, layer: nn.Module) -> int:
-        """A number that grows whenever the layer's adapters are written to."""
+        """Return a number that increases whenever the layer's adapters are written to."""
         return sum(b._version for b in self.trained(layer))
 
     def were_replaced(self, layer: LoraLayer) -> bool:
-        """Whether the layer computes with other parameters than those that were looked at."""
+        """Return whether the layer computes with other parameters than at the last refresh."""
         return any(
-            each.name in layer.lora_B and layer.lora_B[each.name].weight is not each.b and not is_sharded(each.b)
-            for each in self._known.get(layer, [])
+            name in layer.lora_B and layer.lora_B[name].weight is not b and not is_sharded(b)
+            for name, _, b in self._known.get(layer, [])
         )
 
-    def _arrange(self, group: BlockGroup) -> list[_Alike]:
-        found: dict[tuple[object, ...], tuple[Part, slice, list[nn.Parameter], list[int]]] = {}
+    def controls(self, decisions: list[Decision], preserve_mean: bool) -> list[Control]:
+        """Return the factors of all parameters for the decisions of all groups."""
+        result: list[Control] = []
+        for group, decision, batches in zip(self._groups, decisions, self._batches, strict=True):
+            if batches:
+                factors = BlockFactors.of(group, decision, preserve_mean)
+                result += [batch.control(factors) for batch in batches]
+        return result
+
+    def _batches_of(self, group: BlockGroup) -> list[_Batch]:
+        if not (group.mask_acts or group.scaling_acts):
+            return []
+        batches: dict[tuple[object, ...], tuple[Role, slice, list[nn.Parameter], list[int]]] = {}
         for index, name in enumerate(group.names):
-            if not (group.mask_acts or group.scaling_acts):
-                break
-            for parameter, part in parts(self._plans[name]):
-                # A slice has no hash before Python 3.12.
-                own = own_rows(parameter)
-                kind = (repr(part), repr(own), local(parameter).shape, parameter.dtype, parameter.device)
-                *_, parameters, blocks = found.setdefault(kind, (part, own, [], []))
+            for parameter, role in controlled(self._plans[name]):
+                rows = own_rows(parameter)
+                # By repr, since a slice has no hash before Python 3.12.
+                kind = (repr(role), repr(rows), local(parameter).shape, parameter.dtype, parameter.device)
+                *_, parameters, blocks = batches.setdefault(kind, (role, rows, [], []))
                 parameters.append(parameter)
                 blocks.append(index)
         everyone = list(range(len(group.names)))
         return [
-            _Alike(
-                part, own, parameters, None if blocks == everyone else group.mask.new_tensor(blocks, dtype=torch.long)
-            )
-            for part, own, parameters, blocks in found.values()
+            _Batch(role, rows, same, None if blocks == everyone else group.mask.new_tensor(blocks, dtype=torch.long))
+            for role, rows, same, blocks in batches.values()
         ]
 
-    def controls(self, decisions: list[Decision], preserve_mean: bool) -> list[Control]:
-        """What the decisions mean for the parameters."""
-        result: list[Control] = []
-        for group, decision, arranged in zip(self._groups, decisions, self._arranged, strict=True):
-            if arranged:
-                factors = BlockFactors.of(group, decision, preserve_mean)
-                result += [alike.control(factors) for alike in arranged]
-        return result
 
-
-def _same(some: list[Adapter], others: list[Adapter]) -> bool:
-    if len(some) != len(others):
-        return False
-    return all(one.a is other.a and one.b is other.b for one, other in zip(some, others, strict=True))
+def _identities(adapters: dict[nn.Module, list[Adapter]]) -> dict[nn.Module, list[tuple[int, int]]]:
+    return {layer: [(id(a), id(b)) for _, a, b in active] for layer, active in adapters.items()}

@@ -1,13 +1,15 @@
-"""The plan: every FFN block found, which controls act on it, and why one does not."""
+"""The plan: every FFN block of a model, the controls that act on it, and the reasons why others do not."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from nalora.config import NALoRAConfig
-from nalora.control.blocks import Discovery, FFNBlock
+from nalora.control.blocks import Discovery, FFNBlock, Projection
 from nalora.errors import NALoRAError, counted
 from nalora.kernels.statistics import Engine, choose
 from nalora.models.peft_names import in_base
@@ -17,7 +19,7 @@ SWITCHED_OFF = "switched off"
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The controls of one block. A reason is empty where the control acts."""
+    """The controls of one block; `mask_off` and `scaling_off` are reasons, empty where the control acts."""
 
     block: FFNBlock
     thresholds: tuple[float, float]
@@ -38,7 +40,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All blocks in model order, the adapters refused with the reason, the adapters that stay plain LoRA.
+    """All blocks in model order, adapters that cannot be controlled with the reason, and adapters outside FFNs.
 
     `passed_over` are FFN layers without an adapter in a model where PEFT takes their names for expert parameters.
     """
@@ -52,29 +54,39 @@ class Plan:
     @property
     def statistics(self) -> str:
         """The names of the engines that compute the blocks' statistics."""
-        return ", ".join(dict.fromkeys(each.engine.name for each in self.blocks))
+        return ", ".join(dict.fromkeys(planned.engine.name for planned in self.blocks))
+
+    @property
+    def projections(self) -> list[Projection]:
+        """The projections of all blocks."""
+        return [projection for planned in self.blocks for projection in planned.block.projections.values()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all current parameters of the blocks' layers, frozen ones included."""
+        for projection in self.projections:
+            yield from projection.module.named_parameters(prefix=projection.name)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """One row for each run of alike blocks: name, layers, activation, width, regimes, mask, scaling."""
+        """Return one row per kind of block: name, layers, activation, width, regimes, mask, scaling."""
         groups: dict[tuple[str, ...], list[str]] = {}
-        for each in self.blocks:
-            block = each.block
+        for planned in self.blocks:
+            block = planned.block
             parts = ", ".join(
                 f"{role} {_tail(p.name)}{_rows(p.rows)}{'' if p.adapted else ' (no adapter)'}"
                 for role, p in block.projections.items()
             )
-            lower, upper = each.thresholds
+            lower, upper = planned.thresholds
             features = (
                 re.sub(r"\.\d+\b", ".*", block.name),
                 parts,
                 block.activation.name,
                 str(block.width),
                 f"{lower:+.3f} … {upper:+.3f}" if lower < upper else "–",
-                "on" if each.mask else f"off: {each.mask_off}",
-                "on" if each.scaling else f"off: {each.scaling_off}",
+                "on" if planned.mask else f"off: {planned.mask_off}",
+                "on" if planned.scaling else f"off: {planned.scaling_off}",
             )
             groups.setdefault(features, []).append(block.name)
-        return [(f"{_pattern(names, features[0])}", *features[1:]) for features, names in groups.items()]
+        return [(_pattern(names, features[0]), *features[1:]) for features, names in groups.items()]
 
     def __str__(self) -> str:
         config = self.config
@@ -91,7 +103,7 @@ class Plan:
         return "\n".join([*lines, *(f"  {line}" for line in self.uncontrolled())])
 
     def uncontrolled(self) -> list[str]:
-        """A line for each kind of layer that is not controlled: refused, outside FFN blocks, without an adapter."""
+        """Return a line for each kind of layer that is not controlled: refused, outside FFNs, without an adapter."""
         lines = []
         for reason in dict.fromkeys(self.refused.values()):
             names = [in_base(name) for name, why in self.refused.items() if why == reason]
@@ -105,29 +117,28 @@ class Plan:
 
 
 def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> Plan:
-    """Settle which controls act on which block.
+    """Determine which controls act on which block.
 
     Raises:
-        NALoRAError: no block, or controls were asked for and none of them can act anywhere.
+        NALoRAError: no block, or controls are switched on and none of them can act on any block.
     """
     channels = sum(block.width for block in found.blocks)
     blocks = tuple(_plan_block(block, config, kernels, channels) for block in found.blocks)
-    plan = Plan(config, blocks, found.refused, found.others, found.bare if found.rewrites else ())
     if not blocks:
         raise _nothing_to_control(found)
-    if (config.mask or config.scaling) and not any(each.mask or each.scaling for each in blocks):
+    if (config.mask or config.scaling) and not any(planned.mask or planned.scaling for planned in blocks):
         first = blocks[0]
         raise NALoRAError(
             first.block.name,
             found=f"no control that can act: mask off ({first.mask_off}), step scaling off ({first.scaling_off})",
             expected="an adapted gate projection for the mask, or an activation with regimes for the scaling",
-            fix=_what_would_act(first, config, found.rewrites),
+            fix=_how_to_act(first, config, found.rewrites),
         )
-    return plan
+    return Plan(config, blocks, found.refused, found.others, found.bare if found.rewrites else ())
 
 
-def _what_would_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> str:
-    """The settings that switch a control on for a block that has none."""
+def _how_to_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> str:
+    """Return the settings that switch a control on for a block without one."""
     gate = in_base(plan.block.gate.name)
     fixes = []
     if config.mask:
@@ -144,11 +155,9 @@ def _what_would_act(plan: BlockPlan, config: NALoRAConfig, rewrites: bool) -> st
 
 def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: int) -> BlockPlan:
     points = config.thresholds or block.activation.characteristic_points
-    mask_off = ""
+    mask_off = "" if block.gate.adapted else f"{_tail(block.gate.name)} has no adapter"
     if not config.mask:
         mask_off = SWITCHED_OFF
-    elif not block.gate.adapted:
-        mask_off = f"{_tail(block.gate.name)} has no adapter"
     scaling_off = why_not_scaled(
         block.activation.name,
         has_regimes=points is not None,
@@ -156,14 +165,14 @@ def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: i
         switched_on=config.scaling,
         regimes=config.regimes,
     )
-    # Without two points the shares are still told on either side of the hard gate at zero.
+    # Without two points, the shares are those on either side of the hard gate at zero.
     thresholds = (points[0], points[1]) if points else (0.0, 0.0)
     engine = choose(block.activation, *block.statistics_kind, kernels=kernels, channels=channels)
     return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
 
 
 def why_not_scaled(activation: str, *, has_regimes: bool, degenerate: bool, switched_on: bool, regimes: str) -> str:
-    """Why step scaling does not act on a block with this activation; empty where it acts."""
+    """Return why step scaling does not act on a block with this activation; empty where it acts."""
     if not switched_on:
         return SWITCHED_OFF
     if not has_regimes:
@@ -174,7 +183,7 @@ def why_not_scaled(activation: str, *, has_regimes: bool, degenerate: bool, swit
 
 
 def _nothing_to_control(found: Discovery) -> NALoRAError:
-    """What was adapted in place of FFN layers, and the one way to adapt these, where there is one."""
+    """Return the error for a model without adapters in FFNs, with the way to adapt them if there is one."""
     if found.refused:
         name, reason = next(iter(found.refused.items()))
         seen = f"only adapters that cannot be controlled ({reason}), and {len(found.others)} others"
@@ -195,11 +204,11 @@ def _nothing_to_control(found: Discovery) -> NALoRAError:
             "train this model with plain LoRA (method: lora in a run file); if a fused kernel replaced the forward"
             " of its FFNs (Unsloth, Liger), switch it off and attach again"
         )
-    return NALoRAError(name, found=seen, expected="an adapter on an FFN projection, the gate above all", fix=fix)
+    return NALoRAError(name, found=seen, expected="an adapter on an FFN projection, in particular the gate", fix=fix)
 
 
 def how_to_adapt(names: Sequence[str]) -> str:
-    """How to adapt linear layers whose names PEFT takes for expert parameters."""
+    """Return how to adapt linear layers whose names PEFT takes for expert parameters."""
     parameters = ", ".join(f'"{name}.weight"' for name in names)
     return (
         f"pass target_parameters=[{parameters}] to peft.LoraConfig, because PEFT takes these layers' names in"
@@ -219,11 +228,11 @@ def _rows(rows: slice) -> str:
 
 
 def _pattern(names: list[str], pattern: str) -> str:
-    """One name for a run of layers: the numbers that vary become a range."""
+    """Return one name for layers that differ in their numbers, with ranges of numbers."""
     numbers = [re.findall(r"\.(\d+)\b", name) for name in names]
     for column in zip(*numbers, strict=True):
         values = sorted({int(value) for value in column})
-        whole = len(values) > 1 and values == list(range(values[0], values[-1] + 1))
-        text = f"{values[0]}–{values[-1]}" if whole else ",".join(map(str, values))
+        consecutive = len(values) > 1 and values == list(range(values[0], values[-1] + 1))
+        text = f"{values[0]}–{values[-1]}" if consecutive else ",".join(map(str, values))
         pattern = pattern.replace(".*", f".{text}", 1)
     return pattern

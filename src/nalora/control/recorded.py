@@ -1,7 +1,7 @@
-"""Which of NA-LoRA's controls acted in a run, from its files: those of version 0.1 do not say it themselves.
+"""The controls of NA-LoRA that acted in a run of version 0.1, from its files.
 
-0.1 logged the followed mask and step scales under the names of what is applied, whether they acted or not. Its settings
-(run.yaml) and the activations of its blocks (the first line of gates.jsonl) tell which did.
+0.1 logged the computed mask and step scales under the names of the applied ones, whether they acted or not. Which of
+them acted follows from its settings (run.yaml) and the activations of its blocks (the first line of gates.jsonl).
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from nalora.control.metrics import FOLLOWED, NEUTRAL
 from nalora.control.plan import SWITCHED_OFF, why_not_scaled
 from nalora.errors import NALoRAError
 
-# The projections of a gated FFN as the Llama family calls them: a list of target_modules that leaves one out leaves it
-# without an adapter. Other families' names do not tell which layer is the gate.
-_PROJECTION_NAMES = {
-    "gate": {"gate_proj", "gate_up_proj"},
-    "up": {"up_proj", "gate_up_proj"},
-    "down": {"down_proj"},
-}
+# The names of projections in the Llama family: one that is missing in target_modules has no adapter. In other families
+# the names do not show which layer is the gate.
+_PROJECTION_NAMES = {"gate": {"gate_proj", "gate_up_proj"}, "up": {"up_proj", "gate_up_proj"}, "down": {"down_proj"}}
 
 
 @dataclass(frozen=True)
 class RecordedBlock:
-    """What acted on one block.
+    """The controls that acted on one block.
 
     Attributes:
         mask_off: why the mask did not act; empty where it did.
         scaling_off: why no step was scaled; empty where steps were.
-        unapplied: the measures whose followed value multiplied nothing.
+        unapplied: the measures whose computed value was not applied.
     """
 
     mask_off: str
@@ -41,7 +37,7 @@ class RecordedBlock:
 
 
 def recorded_block(settings: Mapping[str, Any], activation: str, *, has_regimes: bool) -> RecordedBlock:
-    """What acted on a block of a run of 0.1.
+    """Return the controls that acted on a block of a run of 0.1.
 
     Args:
         settings: the run's run.yaml.
@@ -69,9 +65,9 @@ def recorded_block(settings: Mapping[str, Any], activation: str, *, has_regimes:
 
 
 def applied_row(row: Mapping[str, Any], blocks: Sequence[RecordedBlock]) -> dict[str, Any]:
-    """A row of 0.1's gates.jsonl with the applied values under their names and the others as ``followed_…``.
+    """Return a row of 0.1's gates.jsonl with the applied values, and the others as ``followed_…``.
 
-    A row that has the followed value of a measure was written by a later version, as those of a resumed run are.
+    A row with the ``followed_…`` value of a measure was written by a later version, as in a resumed run.
     """
     result = dict(row)
     for name, neutral in NEUTRAL.items():
@@ -85,25 +81,24 @@ def applied_row(row: Mapping[str, Any], blocks: Sequence[RecordedBlock]) -> dict
 
 
 def named_activation(name: str) -> Activation | None:
-    """The activation that a run's files name, clamped ones included (`silu≤7`); None where nalora knows no formula."""
+    """Return the activation of a name in a run's files, including clamped ones (`silu≤7`); None if it is unknown."""
     inner, _, bound = name.partition("≤")
     try:
-        found = get(inner)
-        return clamped(found, float(bound)) if bound and math.isfinite(float(bound)) else found
+        activation = get(inner)
+        return clamped(activation, float(bound)) if bound and math.isfinite(float(bound)) else activation
     except (NALoRAError, ValueError):
         return None
 
 
 def _is_on(settings: Mapping[str, Any], control: str) -> bool:
-    """Methods of 0.1 that switch a control off wrote it into run.yaml as well; the name is for damaged files."""
+    """Return a control's setting; every method of 0.1 wrote it to run.yaml, so the default is for damaged files."""
     return bool(settings.get(control, settings.get("method") != "na-lora-off"))
 
 
 def _adapted_projections(target_modules: Any, activation: str) -> set[str]:
-    """Which projections have an adapter, by name; all of them where that cannot be known."""
+    """Return the projections with an adapter, by name; all of them if that is unknown."""
     if isinstance(target_modules, list) and activation == "silu":
         names = {str(target).rpartition(".")[2] for target in target_modules}
-        found = {role for role, known in _PROJECTION_NAMES.items() if known & names}
-        if found:
-            return found
+        if adapted := {role for role, known in _PROJECTION_NAMES.items() if known & names}:
+            return adapted
     return set(_PROJECTION_NAMES)

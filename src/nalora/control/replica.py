@@ -1,4 +1,4 @@
-"""Replicas: a module run with stand-ins for its linear layers, to see what it does with their outputs."""
+"""Replicas: a module run with stand-ins for its linear layers, to find out what it computes from their outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 _TOKENS: Final = 4
 _SIGN_CODES: Final = 4
-# Norm weights and the like are copied to float32 for the replica; anything larger is used as it is.
+# Small tensors, such as norm weights, are copied to float32 for the replica; larger ones are used as they are.
 _SMALL: Final = 1 << 20
 
 
 class _Output(nn.Module):
-    """The module's own output in the role of a consumer."""
+    """The module's own output as a consumer."""
 
 
 OUTPUT: Final = _Output()
@@ -37,19 +37,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a consumer's `width` channels are made of: one part, or the product of two."""
+    """The inputs of a consumer's `width` channels: one part, or the product of two."""
 
     parts: tuple[Part, ...]
     width: int
 
 
 def feature_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer of any make: torch, PEFT, quantised, or Conv1D with its transposed weight."""
+    """Return (in, out) of a linear layer of torch or PEFT, quantised, or Conv1D with its transposed weight."""
     if isinstance(module, ParamWrapper):
-        # PEFT reaches a linear layer of some models only as a parameter, its weight; experts' parameters are 3-D.
+        # PEFT adapts linear layers of some models only by their weight parameter; experts' parameters are 3-D.
         base = module.base_layer
-        whole = isinstance(base, nn.Linear) and module.parameter_name == "weight"
-        return (module.in_features, module.out_features) if whole else None
+        is_weight = isinstance(base, nn.Linear) and module.parameter_name == "weight"
+        return (module.in_features, module.out_features) if is_weight else None
     if isinstance(module, LoraLayer) and feature_sizes(module.get_base_layer()) is None:
         return None
     inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -62,24 +62,24 @@ def feature_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 class _StandIn(nn.Module):
-    """Takes a linear layer's place: remembers what it was given and answers with `answer`."""
+    """Replaces a linear layer: stores its input and returns `output`."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         super().__init__()
         self.in_features, self.out_features = sizes
         self.weight = torch.empty(sizes[1], sizes[0], device="meta")
         self.bias = None
-        self.given: Tensor | None = None
-        self.answer: Tensor | None = None
+        self.input: Tensor | None = None
+        self.output: Tensor | None = None
 
     def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
-        self.given = x
-        assert self.answer is not None
-        return self.answer.reshape(*x.shape[:-1], self.out_features)
+        self.input = x
+        assert self.output is not None
+        return self.output.reshape(*x.shape[:-1], self.out_features)
 
 
 class Replica:
-    """A module whose linear layers are stand-ins; see `nalora.control.blocks` for what it is asked."""
+    """A module whose linear layers are stand-ins; see `nalora.control.blocks`."""
 
     def __init__(
         self, module: nn.Module, linears: dict[nn.Module, tuple[int, int]], input_size: int, residual: bool = False
@@ -92,7 +92,7 @@ class Replica:
 
     @classmethod
     def of(cls, module: nn.Module, linears: dict[nn.Module, tuple[int, int]]) -> Replica | None:
-        """A replica that runs, or None where the module wants more than hidden states and a residual."""
+        """Return a replica that runs, or None if the module needs more than hidden states and a residual."""
         for input_size in dict.fromkeys(sizes[0] for sizes in linears.values()):
             for residual in (False, True):
                 replica = cls(module, linears, input_size, residual)
@@ -103,13 +103,13 @@ class Replica:
                 return replica
         return None
 
-    def run(self, answers: dict[nn.Module, Tensor], tokens: int = _TOKENS) -> dict[nn.Module, Tensor]:
-        """Run with the given answers (random ones for the rest); what each consumer was given."""
+    def run(self, outputs: dict[nn.Module, Tensor], tokens: int = _TOKENS) -> dict[nn.Module, Tensor]:
+        """Run with these outputs of linear layers (random ones for the others); return the input of each consumer."""
         generator = torch.Generator().manual_seed(0)
         for linear, stand_in in self.stand_ins.items():
-            stand_in.given = None
+            stand_in.input = None
             default = _both_signs(tokens, stand_in.out_features, generator).to(self.device)
-            stand_in.answer = answers.get(linear, default)
+            stand_in.output = outputs.get(linear, default)
         x = torch.randn(1, tokens, self.input_size, generator=generator).to(self.device)
         self.last_input = x.clone()
         others: dict[str, Tensor | None] = dict.fromkeys(_other_arguments(self.module))
@@ -117,83 +117,82 @@ class Replica:
             # The FFNs of Bloom and MPT add the residual themselves: forward(hidden_states, residual).
             others = dict.fromkeys(others, torch.randn(x.shape, generator=generator).to(x))
         output = self.module(x, **others)
-        given = {linear: s.given for linear, s in self.stand_ins.items() if s.given is not None}
+        inputs = {linear: s.input for linear, s in self.stand_ins.items() if s.input is not None}
         if isinstance(output, tuple) and output:
             output = output[0]
-        return given | ({OUTPUT: output} if isinstance(output, Tensor) else {})
+        return inputs | ({OUTPUT: output} if isinstance(output, Tensor) else {})
 
     def wiring(self, consumer: nn.Module) -> Wiring | None:
-        """The parts that reach the consumer's channels one to one, or None where it is anything else."""
-        given = self.run({}).get(consumer)
-        if given is None or given.ndim < 2:
+        """Return the parts that reach the consumer's channels one to one, None if its inputs are anything else."""
+        received = self.run({}).get(consumer)
+        if received is None or received.ndim < 2:
             return None
-        width = given.shape[-1]
+        width = received.shape[-1]
         generator = torch.Generator().manual_seed(2)
         index = torch.arange(1, width + 1, dtype=torch.float32) / width
         signs = torch.randint(0, 2, (_SIGN_CODES, width), generator=generator) * 2.0 - 1.0
         gradients = []
         for code in (torch.ones(width), index, *signs):
-            of_answers = self._gradients(consumer, code)
-            if of_answers is None:
+            of_outputs = self._gradients(consumer, code)
+            if of_outputs is None:
                 return None
-            gradients.append(of_answers)
+            gradients.append(of_outputs)
         parts: list[Part] = []
         for source in gradients[0]:
-            reached = _channels_of_rows([of_answers[source] for of_answers in gradients], width)
+            reached = _channels_of_rows([of_outputs[source] for of_outputs in gradients], width)
             if reached is None:
                 continue
             rows = _ordered_slices(reached, width)
             if rows is None:
                 return None
-            parts += [Part(source, each) for each in rows]
+            parts += [Part(source, part_rows) for part_rows in rows]
         return Wiring(tuple(parts), width) if 1 <= len(parts) <= 2 else None
 
     def _gradients(self, consumer: nn.Module, code: Tensor) -> dict[nn.Module, Tensor | None] | None:
-        """∂(Σ code · the consumer's input) by every answer, in a pass of its own: Liger's backward overwrites z."""
+        """Return ∂(Σ code · the consumer's input) by every output, in its own pass: Liger's backward overwrites z."""
         with torch.enable_grad():
             generator = torch.Generator().manual_seed(1)
-            answers = {
+            outputs = {
                 linear: _both_signs(_TOKENS, s.out_features, generator).to(self.device).requires_grad_()
                 for linear, s in self.stand_ins.items()
                 if linear is not consumer
             }
-            given = self.run(answers)[consumer]
-            if not given.requires_grad:
+            received = self.run(outputs)[consumer]
+            if not received.requires_grad:
                 return None
-            code = code.to(given).expand_as(given)
-            found = torch.autograd.grad(given, list(answers.values()), code, allow_unused=True)
-        return dict(zip(answers, found, strict=True))
+            code = code.to(received).expand_as(received)
+            gradients = torch.autograd.grad(received, list(outputs.values()), code, allow_unused=True)
+        return dict(zip(outputs, gradients, strict=True))
 
-    def bends(self, consumer: nn.Module, part: Part) -> bool:
-        """Whether the consumer answers to this part other than affinely, that is, through an activation."""
+    def is_nonlinear(self, consumer: nn.Module, part: Part) -> bool:
+        """Return whether the consumer's input is not affine in this part, as after an activation."""
         start = _both_signs(_TOKENS, self.stand_ins[part.source].out_features, torch.Generator().manual_seed(3))
         start = start[:, part.rows].to(self.device)
-        # From one side of zero to the other: a hard gate is straight on either side and bent between them.
+        # Points on both sides of zero, since a hard gate is linear on either side.
         low, middle, high = (self._with_rows(consumer, {part: start * by}) for by in (1.0, 0.25, -0.5))
         return not torch.allclose(middle, (low + high) / 2, rtol=1e-3, atol=1e-3)
 
     def _with_rows(self, consumer: nn.Module, rows: dict[Part, Tensor]) -> Tensor:
-        """The consumer's input with the rows of some parts given; gradients flow through them."""
+        """Return the consumer's input for these rows of some parts; gradients flow through them."""
         tokens = next(iter(rows.values())).shape[0]
-        answers: dict[nn.Module, Tensor] = {}
+        outputs: dict[nn.Module, Tensor] = {}
         for part, values in rows.items():
             size = self.stand_ins[part.source].out_features
             if values.shape[-1] == size:
-                answers[part.source] = values
+                outputs[part.source] = values
                 continue
-            if part.source not in answers:
+            if part.source not in outputs:
                 fill = _both_signs(tokens, size, torch.Generator().manual_seed(4))
-                answers[part.source] = fill.to(values)
+                outputs[part.source] = fill.to(values)
             at = torch.arange(size, device=values.device)[part.rows].expand_as(values)
-            answers[part.source] = answers[part.source].scatter(-1, at, values)
-        given = self.run(answers, tokens)[consumer]
-        return given.reshape(tokens, -1)
+            outputs[part.source] = outputs[part.source].scatter(-1, at, values)
+        return self.run(outputs, tokens)[consumer].reshape(tokens, -1)
 
     def _rows_of(self, part: Part) -> int:
         return len(range(*part.rows.indices(self.stand_ins[part.source].out_features)))
 
     def activation(self, consumer: nn.Module, gate: Part, up: Part | None) -> Callable[[Tensor], Tensor]:
-        """φ as an elementwise function of any tensor: it goes in at the gate's rows, with the up projection at 1."""
+        """Return φ as an elementwise function: its argument replaces the gate's rows, with the up projection at 1."""
         width = self._rows_of(gate)
 
         def phi(z: Tensor) -> Tensor:
@@ -209,18 +208,18 @@ class Replica:
 
         return phi
 
-    def is_nothing_but(self, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> bool:
-        """Whether the module hands its input to gate and up unchanged and gives back down's answer unchanged."""
+    def is_plain_ffn(self, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> bool:
+        """Return whether the module passes its input to gate and up unchanged and returns down's output unchanged."""
         if down not in self.stand_ins:
             return False
-        given = self.run({})
-        down_answer = self.stand_ins[down].answer
+        inputs = self.run({})
+        output = self.stand_ins[down].output
         readers = [gate] if up is None else [gate, up]
-        untouched = all(torch.equal(given[reader], self.last_input) for reader in readers)
-        return untouched and down_answer is not None and torch.equal(given[OUTPUT][0], down_answer)
+        unchanged = all(torch.equal(inputs[reader], self.last_input) for reader in readers)
+        return unchanged and output is not None and torch.equal(inputs[OUTPUT][0], output)
 
     def up_offset(self, consumer: nn.Module, gate: Part, up: Part) -> float:
-        """b in φ(z) ⊙ (u + b); gpt-oss has b = 1, everyone else 0."""
+        """Return b in φ(z) ⊙ (u + b); 1 in gpt-oss and 0 in all other models."""
         phi = self.activation(consumer, gate, up)
         z = torch.full((1, self._rows_of(gate)), 1.5, device=self.device)
         with_zero = self._with_rows(consumer, {gate: z, up: torch.zeros_like(z)})
@@ -228,26 +227,26 @@ class Replica:
 
 
 def _both_signs(tokens: int, size: int, generator: torch.Generator) -> Tensor:
-    """Random values in ±[0.5, 2.5], every other token positive, so that a ReLU passes each row somewhere."""
+    """Return random values in ±[0.5, 2.5], every other token positive, so that each row passes a ReLU somewhere."""
     magnitude = torch.rand(tokens, size, generator=generator) * 2 + 0.5
     return magnitude * torch.tensor([1.0, -1.0]).repeat((tokens + 1) // 2)[:tokens, None]
 
 
 def _channels_of_rows(gradients: list[Tensor | None], width: int) -> Tensor | None:
-    """The channel that every row reaches; −1 for rows that reach none or several; None: no row reaches any."""
+    """Return the channel that every row reaches, −1 for rows that reach none or several; None if no row reaches any."""
     plain = gradients[0]
     if plain is None or not plain.any():
         return None
     strongest = plain.abs().argmax(0, keepdim=True)
     base, by_index, *by_sign = (grad.gather(0, strongest)[0] for grad in gradients if grad is not None)
     channel = (by_index / base * width).round() - 1
-    # A row that reaches one channel c gives ±its own gradient for every sign code.
+    # A row that reaches one channel has ± its own gradient for every sign code.
     alone = torch.stack([(s.abs() - base.abs()).abs() <= 1e-3 * base.abs() for s in by_sign]).all(0)
     return torch.where(alone & (base != 0), channel, -1.0).long().cpu()
 
 
 def _ordered_slices(reached: Tensor, width: int) -> list[slice] | None:
-    """The slices of rows that reach channels 0 … width−1 in order: all rows, two halves, or every other row."""
+    """Return the slices of rows that reach channels 0 … width−1 in order: all rows, two halves, or every other row."""
     arange = torch.arange(width)
     if reached.numel() == width and torch.equal(reached, arange):
         return [slice(None)]
@@ -264,17 +263,17 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _other_arguments(module: nn.Module) -> list[str]:
-    """The required arguments of forward after the first."""
+    """Return the required arguments of forward after the first."""
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn], device: torch.device) -> nn.Module:
-    """A shallow copy of the module tree in evaluation mode, without hooks, with stand-ins for linear layers."""
+    """Return a shallow copy of the module tree in evaluation mode, without hooks, with stand-ins for linear layers."""
     if module in stand_ins:
         return stand_ins[module]
-    copy: nn.Module = object.__new__(type(module))  # FSDP2 gives its classes a __new__ of their own
+    copy: nn.Module = object.__new__(type(module))  # FSDP2 replaces __new__ of its classes
     copy.__dict__ = dict(module.__dict__)
     for key, value in module.__dict__.items():
         if key.endswith("_hooks") and isinstance(value, dict):

@@ -1,15 +1,16 @@
-"""Which tokens of a forward pass are real: the padding mask that belongs to a block's own tower.
+"""The tokens of a forward pass that are not padding, from the attention mask of the tower that contains a block.
 
-The innermost module around a block that takes an `attention_mask` is the best witness: a decoder layer is handed
-its own tower's mask, again in every recomputation, in whatever form the attention kernel wants. Where it is handed
-none, the tower that owns the layer is asked, but never a module beyond it: the mask of a text tower says nothing
-about a vision tower, and an encoder's nothing about its decoder.
+The innermost module around a block with an argument `attention_mask` is the best source: a decoder layer gets the mask
+of its own tower, also in every recomputation, in the form that the attention kernel needs. If it gets none, the modules
+around it up to the tower are the next sources, but none outside the tower: the mask of a text tower does not apply to a
+vision tower, nor an encoder's to its decoder.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from nalora.control.hooks import inert_hook
 from nalora.errors import NALoRAError
 
-# The label of a token that the loss does not count: the default of torch's cross_entropy.
+# The label of a token without a loss: the default of torch's cross_entropy.
 IGNORED_LABEL = -100
 
 
 class _Argument:
-    """Remembers one argument of a module's current call. A copy of the module carries no live witness."""
+    """A hook that stores one argument of a module's current call; a copy of the module gets an inert hook."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
@@ -38,41 +39,40 @@ class _Argument:
         return inert_hook, ()
 
 
+@dataclass(frozen=True, eq=False)
 class TokenMask:
-    """Answers for one gate layer which tokens of the current pass count."""
+    """The mask of one gate layer's tokens in the current pass.
 
-    def __init__(
-        self,
-        gate: str,
-        witnesses: list[_Argument],
-        decoder: tuple[_Argument, _Argument] | None,
-        picture_labels: _Argument | None = None,
-    ) -> None:
-        self.gate = gate
-        self.witnesses = witnesses
-        self.decoder = decoder
-        self.picture_labels = picture_labels
+    Attributes:
+        gate: the layer's name.
+        attention_masks: the arguments that may hold the mask, the best source first.
+        decoder: the mask and the labels of an encoder-decoder's decoder, for a gate in the decoder.
+        image_labels: the labels of an image model.
+    """
+
+    gate: str
+    attention_masks: list[_Argument]
+    decoder: tuple[_Argument, _Argument] | None
+    image_labels: _Argument | None = None
 
     def of(self, shape: torch.Size) -> Tensor | None:
-        """The boolean mask of z's tokens, given its leading shape, or None where all of them are real.
+        """Return the boolean mask of z's tokens for its leading shape, None if no token is padding.
 
         Raises:
-            NALoRAError: a mask is there but does not match z's leading shape.
+            NALoRAError: the shape of the mask does not match.
         """
-        mask = None
-        for witness in self.witnesses:
-            mask = _as_token_mask(witness.value)
-            if mask is not None:
-                mask = self._matching(mask, shape)
-                break
+        masks = (_as_token_mask(argument.value) for argument in self.attention_masks)
+        mask = next((found for found in masks if found is not None), None)
+        if mask is not None:
+            mask = self._matching(mask, shape)
         if self.decoder is not None:
             decoder_mask, labels = self.decoder[0].value, self.decoder[1].value
             if decoder_mask is None and labels is not None and labels.shape == shape:
-                learned = labels != IGNORED_LABEL
-                mask = learned if mask is None else mask & learned
-        if self.picture_labels is not None:
-            labels = self.picture_labels.value
-            # A pass with no picture to learn from, where a process has to keep step with others that have some.
+                trained = labels != IGNORED_LABEL
+                mask = trained if mask is None else mask & trained
+        if self.image_labels is not None:
+            labels = self.image_labels.value
+            # A pass without images to train on, in a process that must take as many passes as others.
             if isinstance(labels, Tensor) and labels.ndim == 1 and not labels.numel():
                 mask = torch.zeros(shape, dtype=torch.bool, device=labels.device)
         return mask
@@ -86,18 +86,18 @@ class TokenMask:
             self.gate,
             found=f"a token mask of shape {tuple(mask.shape)} for gate outputs with tokens {tuple(shape)}",
             expected=f"a mask of shape {tuple(shape)}, one entry per token",
-            fix="pass the attention_mask of this tower, or none where nothing is padded",
+            fix="pass the attention_mask of this tower, or none without padding",
         )
 
 
 def _as_token_mask(mask: Any) -> Tensor | None:
-    """A [batch, token] boolean mask from any form attention kernels take, None where there is nothing to read."""
+    """Return a [batch, token] boolean mask from any form that attention kernels accept, None without one."""
     if isinstance(mask, Mapping):
-        mask = next((each for each in mask.values() if isinstance(each, Tensor)), None)
+        mask = next((value for value in mask.values() if isinstance(value, Tensor)), None)
     if not isinstance(mask, Tensor):
         return None
     if mask.ndim == 4 and mask.shape[-2] in (1, mask.shape[-1]):
-        # A token is real where it may look at itself; a mask that is the same for all queries has one row.
+        # A token is not padding if it may attend to itself; a mask that is the same for all queries has one row.
         own: Tensor = mask[:, 0, 0] if mask.shape[-2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
         if own.is_floating_point():
             return own > torch.finfo(own.dtype).min / 2
@@ -106,16 +106,16 @@ def _as_token_mask(mask: Any) -> Tensor | None:
 
 
 def _hides(mask: Tensor, own: Tensor) -> Tensor:
-    """Whether True means that a key is hidden, as in MPT, where everybody else means that it is seen.
+    """Return whether True means that a key is masked, as in MPT; in all other models it means attention.
 
-    If the first token sees all later ones, these are real and see themselves; in a causal mask of hidden keys the
-    first token has True for all later ones, and a real token False for itself.
+    If the first token attends to all later ones, these are not padding and attend to themselves; in a causal mask of
+    masked keys the first token has True for all later ones, and a token that is not padding False for itself.
     """
     return mask[:, 0, 1:].all() & ~own[:, 1:].all()
 
 
 def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:
-    """Listen for the masks around the named gate layers; the answers by name and the hooks to remove."""
+    """Hook the modules around the named gate layers; return their masks by name and the handles of the hooks."""
     modules = dict(model.named_modules())
     arguments: dict[tuple[str, str], _Argument] = {}
     handles: list[RemovableHandle] = []
@@ -128,28 +128,24 @@ def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, T
 
     masks = {}
     for gate in gates:
-        path = ["", *_prefixes(gate)]
-        witnesses: list[_Argument] = []
+        parts = gate.split(".") if gate else []
+        path = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        attention_masks: list[_Argument] = []
         for owner in reversed(path):
             if _takes(modules[owner], "attention_mask"):
-                witnesses.append(argument(owner, "attention_mask"))
+                attention_masks.append(argument(owner, "attention_mask"))
             if _is_tower(modules[owner]):
                 break
-        decoder = pictures = None
+        decoder = image_labels = None
         for owner in path:
             if _takes(modules[owner], "pixel_values", "labels"):
-                pictures = argument(owner, "labels")
+                image_labels = argument(owner, "labels")
             if _takes(modules[owner], "decoder_input_ids", "decoder_attention_mask", "labels"):
                 stack = modules[owner].get_decoder()
                 if any(modules[prefix] is stack for prefix in path):
                     decoder = (argument(owner, "decoder_attention_mask"), argument(owner, "labels"))
-        masks[gate] = TokenMask(gate, witnesses, decoder, pictures)
+        masks[gate] = TokenMask(gate, attention_masks, decoder, image_labels)
     return masks, handles
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".") if name else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _takes(module: nn.Module, *names: str) -> bool:
@@ -158,5 +154,5 @@ def _takes(module: nn.Module, *names: str) -> bool:
 
 
 def _is_tower(module: nn.Module) -> bool:
-    """Whether the module is a model of its own: transformers gives each one a main input."""
+    """Return whether the module is a complete model: transformers declares a main input for each."""
     return isinstance(getattr(type(module), "main_input_name", None), str)

@@ -1,1 +1,1 @@
-"""Other people's training loops, made nonlinearity-aware in one line."""
+"""Attach NA-LoRA and AdaLoRA to `transformers.Trainer` and its subclasses."""

@@ -1,8 +1,8 @@
-"""`transformers.Trainer` and every subclass of it, TRL's included.
+"""`transformers.Trainer` and its subclasses, including those of TRL.
 
-Trainer builds its optimizer inside `train()`, clips before its callbacks hear of the step, and never tells a
-callback where it resumes from. So the few methods that matter are followed on the instance itself: the user writes
-no subclass, and subclasses keep their own overrides.
+Trainer builds its optimizer inside `train()`, clips before it calls its callbacks, and does not pass them the path of
+the checkpoint to resume from. So the methods involved are wrapped on the instance: users need no subclass, and
+subclasses keep their own overrides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nalora.config import Kernels, NALoRAConfig
 from nalora.control.controller import NALoRAController
 from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import flattens_parameters
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, refuse_first
 
 METRIC_PREFIX = "nalora/"
 
@@ -26,26 +26,25 @@ METRIC_PREFIX = "nalora/"
 def attach_trainer(
     trainer: Trainer, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto"
 ) -> NALoRAController:
-    """Train the LoRA adapters of a Trainer's model nonlinearity-aware.
+    """Train the LoRA adapters of a Trainer's model with NA-LoRA.
 
-    Call it once, before `trainer.train()`. Control acts after gradient reduction and before clipping, the
-    controller's metrics stand in the trainer's own logs as ``nalora/…``, its state in the trainer's checkpoints.
-    Callbacks find it as ``trainer.nalora_controller``.
+    Call it once, before `trainer.train()`. The control acts after gradient reduction and before clipping; the trainer's
+    logs include the controller's metrics as ``nalora/…``, and its checkpoints the controller's state. Callbacks can
+    access the controller as ``trainer.nalora_controller``.
 
-    The trainer's own arithmetic stays as it is. Of an encoder-decoder such as T5 that includes a loss that transformers
-    multiplies by the passes of a step and by processes; ``accepts_loss_kwargs = False`` on the base model, before the
-    trainer is built, makes it a mean (docs/behaviour.md).
+    The trainer's own arithmetic does not change. For an encoder-decoder such as T5 this includes that transformers
+    multiplies the loss by the passes of a step and by processes; ``accepts_loss_kwargs = False`` on the base model,
+    before the trainer is built, makes it a mean (docs/behaviour.md).
 
     Args:
-        trainer: a `transformers.Trainer` or any subclass, its model wrapped by PEFT.
-        config: the settings; the paper's by default.
+        trainer: a `transformers.Trainer` or any subclass, with a PEFT model.
+        config: the settings; by default the paper's.
         kernels: how statistics are computed, see `nalora.attach`.
 
     Raises:
-        NALoRAError: no Trainer, nothing to control, or a setup in which the control would be silently wrong.
+        NALoRAError: no Trainer, a model without anything to control, or a setup in which the control would be wrong.
     """
-    _refuse_unless_trainer(trainer)
-    _refuse_unusable(trainer)
+    _check_trainer(trainer)
     controller = NALoRAController(trainer.model, config, kernels=kernels)
     try:
         _Binding(trainer, controller).install()
@@ -55,7 +54,8 @@ def attach_trainer(
     return controller
 
 
-def _refuse_unless_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: Any) -> None:
+    """Refuse what is no Trainer, and one for which the controller would act on parameters that are not trained."""
     if not isinstance(trainer, Trainer):
         raise NALoRAError(
             f"attach_trainer({type(trainer).__name__})",
@@ -63,14 +63,10 @@ def _refuse_unless_trainer(trainer: Any) -> None:
             expected="a transformers.Trainer, or a subclass of it such as TRL's",
             fix="attach_trainer(trainer), or attach(model, optimizer) for a training loop of your own",
         )
-
-
-def _refuse_unusable(trainer: Trainer) -> None:
-    """Name what would leave the controller on parameters that nobody trains."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     stage = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "zero_stage", None)
     optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-    refusals = (
+    problems = (
         (
             trainer.is_deepspeed_enabled and stage not in (1, 2),
             f"a Trainer that runs DeepSpeed with ZeRO stage {stage}",
@@ -83,7 +79,7 @@ def _refuse_unusable(trainer: Trainer) -> None:
         ),
         (
             flattens_parameters(trainer),
-            "a Trainer that runs FSDP1, which flattens parameters and cuts them anywhere",
+            "a Trainer that runs FSDP1, which flattens parameters and shards them at any element",
             "set fsdp_version: 2",
         ),
         (
@@ -94,12 +90,12 @@ def _refuse_unusable(trainer: Trainer) -> None:
         (
             trainer.args.n_gpu > 1,
             f"a Trainer that spreads one process over {trainer.args.n_gpu} GPUs (nn.DataParallel)",
-            "launch with torchrun or accelerate launch, or show one GPU in CUDA_VISIBLE_DEVICES",
+            "launch with torchrun or accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU",
         ),
         (
             trainer.model_init is not None,
             "a Trainer with model_init, which builds another model when training starts",
-            "build the model first and hand it over as Trainer(model=…)",
+            "build the model first and pass it as Trainer(model=…)",
         ),
         (
             optim.endswith("lomo"),
@@ -107,31 +103,25 @@ def _refuse_unusable(trainer: Trainer) -> None:
             "use an optimizer that steps after backward, such as optim='adamw_torch'",
         ),
     )
-    for applies, found, fix in refusals:
-        if applies:
-            raise NALoRAError(
-                f"attach_trainer({type(trainer).__name__})",
-                found=found,
-                expected="one model, stepped by one optimizer: one device, DDP, FSDP2, DeepSpeed's ZeRO-1 or 2",
-                fix=fix,
-            )
+    expected = "one model, stepped by one optimizer: one device, DDP, FSDP2, DeepSpeed's ZeRO-1 or 2"
+    refuse_first(f"attach_trainer({type(trainer).__name__})", expected, problems)
 
 
 class _Binding(TrainerCallback):  # type: ignore[misc]
-    """Follows a trainer's clipping, logging, saving and resuming with the controller's share of each."""
+    """Calls the controller when a trainer clips, logs, saves and resumes."""
 
     def __init__(self, trainer: Trainer, controller: NALoRAController) -> None:
         self.trainer, self.controller = trainer, controller
 
     def install(self) -> None:
-        """Follow the trainer until the controller is detached."""
+        """Wrap the trainer's methods until the controller is detached."""
         trainer = self.trainer
         for undo in (
-            # Every way there: a subclass may clip in its own `_clip_grad_norm`, and without clipping Trainer still
-            # asks the accelerator for the norm that it logs.
+            # Both: a subclass may clip in its own `_clip_grad_norm`, and without clipping Trainer still calls the
+            # accelerator for the norm that it logs.
             wrap_method(trainer, "_clip_grad_norm", before=self._apply),
             wrap_method(trainer.accelerator, "clip_grad_norm_", before=self._apply),
-            # FSDP2 shards there, on the device, before the trainer reads a checkpoint.
+            # FSDP2 shards here, on the device, before the trainer loads a checkpoint.
             wrap_method(trainer.accelerator, "prepare", after=self._settle),
             wrap_method(trainer, "log", before=self._add_metrics),
             wrap_method(trainer, "_save_optimizer_and_scheduler", after=self._save),
@@ -146,21 +136,21 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
             self.controller.bind(trainer.optimizer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
-        """Bind to the optimizer that `train()` has built, with nothing left of a run that broke off."""
+        """Bind to the optimizer that `train()` has built, and discard the observations of an interrupted run."""
         self.controller.bind(optimizer)
         self.controller.open_window()
 
     def _settle(self, *prepared: Any, **_: Any) -> None:
-        if any(isinstance(each, nn.Module) for each in prepared):
+        if any(isinstance(value, nn.Module) for value in prepared):
             self.controller.settle()
 
     def _apply(self, *_: Any, **__: Any) -> None:
-        # DeepSpeed's engine has clipped and stepped inside backward; the control was there before it.
+        # DeepSpeed's engine has clipped and stepped inside backward, where the control has acted before it.
         if not self.trainer.is_deepspeed_enabled:
             self.controller.apply()
 
     def _add_metrics(self, logs: dict[str, float], *_: Any, **__: Any) -> None:
-        # Only the training loss's own lines: evaluation and the closing summary say nothing about gates.
+        # Only logs of the training loss: evaluation and the final summary have no gate statistics.
         if "loss" in logs:
             logs |= {METRIC_PREFIX + name: value for name, value in self.controller.metrics().items()}
 

@@ -1,6 +1,6 @@
-"""Parameters that are shards in a way the method cannot use are refused by name.
+"""Parameters that are sharded in a way that NA-LoRA does not support are refused by name.
 
-The other refusals stand beside what they protect, in test_observer.py.
+Other checks are tested in test_observer.py.
 """
 
 from __future__ import annotations
