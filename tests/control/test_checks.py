@@ -59,7 +59,7 @@ def test_shards_are_refused_by_name(shard, named, mesh):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (lambda model, optimizer: (optimizer, model), "SGD where the model belongs"),
+        (lambda model, optimizer: (optimizer, model), "SGD in place of the model"),
         (
             lambda model, optimizer: (model, optimizer, {"apply_to": "update"}),
             r"found dict.*a NALoRAConfig",

@@ -1,4 +1,4 @@
-"""A user's own activation: found by name, checked, and as good as a known one."""
+"""Activations defined by the user: found by name, checked, and as accurate as known ones."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_differences_can_be_differentiated_again():
 
 
 def test_float32_is_too_coarse_for_differences_but_not_for_autograd():
-    with pytest.raises(NALoRAError, match="float32 and nothing for autograd"):
+    with pytest.raises(NALoRAError, match="float32 and no autograd"):
         from_function(lambda z: numpy_silu(z.float()), "narrow")
     through = from_function(lambda z: functional.silu(z.float()), "narrow")
     assert through.derivative(torch.ones(1, dtype=torch.float64)).dtype == torch.float64

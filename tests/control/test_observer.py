@@ -159,7 +159,7 @@ def test_an_unloaded_model_is_an_error():
 def test_lora_parameters_missing_from_the_optimizer():
     model = tiny.llama()
     rest = [p for n, p in model.named_parameters() if p.requires_grad and "layers.1.mlp.gate_proj.lora_B" not in n]
-    with pytest.raises(NALoRAError, match=r"layers\.1\.mlp\.gate_proj\.lora_B\.default\.weight.*SGD does not hold"):
+    with pytest.raises(NALoRAError, match=r"layers\.1\.mlp\.gate_proj\.lora_B\.default\.weight.*is not in SGD"):
         attached(model, SGD(rest, lr=0.1))
     _leaves_no_trace(model)
 
@@ -207,7 +207,7 @@ def test_detach_leaves_no_trace():
 
 def test_two_controllers_on_one_model_are_refused():
     model, optimizer, _ = attached()
-    with pytest.raises(NALoRAError, match="another controller watches already"):
+    with pytest.raises(NALoRAError, match="another controller observes already"):
         attached(model, optimizer)
 
 

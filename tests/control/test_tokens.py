@@ -1,4 +1,4 @@
-"""Pads are left out with the mask that belongs to a block's own tower."""
+"""Padding is left out with the mask of a block's own tower."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def test_sharding_after_attach_is_named(launched):
         forward, step = found["errors"]
         assert "attach last, or call controller.bind" in forward
         assert "lora_" in step
-        assert "does not hold" in step
+        assert "that is not in" in step
 
 
 def test_resuming_on_another_number_of_processes(launched):
