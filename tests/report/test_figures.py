@@ -17,7 +17,7 @@ from nalora.report import figures
 from nalora.report.capacity import read_capacity
 from nalora.report.charts import COLOURS, running_mean
 from nalora.report.data import read_run, read_runs
-from nalora.report.drawing import look, stroke
+from nalora.report.drawing import stroke, style
 from report.run_folders import write, write_run
 
 loss_curves, step_scales, update_norms, over_training, by_layer = (
@@ -249,7 +249,7 @@ def test_the_users_style_has_no_effect(runs, tmp_path):
         styled = figures.write_paper_figures(runs, tmp_path / "styled").files
     assert [file.read_bytes() for file in plain] == [file.read_bytes() for file in styled]
     before = matplotlib.rcParams["font.size"]
-    with look():
+    with style():
         pass
     assert matplotlib.rcParams["font.size"] == before
 
@@ -281,7 +281,7 @@ def test_legends_of_ten_long_names_neither_overlap_nor_leave_the_figure(tmp_path
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     for each in (figure, alone):
-        with look():
+        with style():
             FigureCanvasAgg(each).draw()
         whole = each.bbox
         (legend,) = [child.get_window_extent() for child in each.legends] if each.legends else [None]

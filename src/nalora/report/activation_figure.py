@@ -36,7 +36,7 @@ def activation_figure(activation: Activation) -> Figure:
     points = activation.characteristic_points
     reach = max(3.0, 3 * max(map(abs, points))) if points else 4.0
     z = torch.linspace(-reach, reach, 1201, dtype=torch.float64)
-    with drawing.look():
+    with drawing.style():
         figure, (upper, lower) = drawing.panels(2, 1, 6.4, 5.2, sharex=True)
         figure.suptitle(f"{activation.name}: selection and effective homogeneity", x=0.01, ha="left")
         for axes, colours, functions in (

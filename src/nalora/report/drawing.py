@@ -49,11 +49,11 @@ def stroke(number: int, *, markers: bool = False) -> dict[str, Any]:
     under a later one with the same values.
     """
     place = (number + number // len(COLOURS["light"])) % len(DASHES)
-    style = {
+    line = {
         "color": colour(number), "linestyle": (0, DASHES[place]) if DASHES[place] else "-",
         "linewidth": max(1.4, 2.8 - 0.7 * number),
     }  # fmt: skip
-    return style | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if markers else style
+    return line | {"marker": MARKERS[place], "markersize": max(3.5, 7.0 - 2.5 * number)} if markers else line
 
 
 def shown(text: str) -> str:
@@ -62,7 +62,7 @@ def shown(text: str) -> str:
 
 
 @contextlib.contextmanager
-def look() -> Iterator[None]:
+def style() -> Iterator[None]:
     """Apply nalora's style, independent of the user's matplotlibrc; raise NALoRAError without matplotlib."""
     try:
         from matplotlib import rc_context, rcParamsDefault
@@ -132,18 +132,18 @@ def broken(z: Array, values: Array, height: float) -> tuple[Array, Array]:
 
 def draw_line(axes: Axes, chart: LineChart, number: int, name: str, line: Line) -> int:
     """Draw a run's line, as the chart describes it; return the window of its running mean, 0 without one."""
-    style, x = stroke(number, markers=chart.markers), line.x
+    pen, x = stroke(number, markers=chart.markers), line.x
     if isinstance(x, list):
         layer_ticks(axes.xaxis, x)
         x = np.arange(len(x), dtype=float)
     values, window = line.y, window_of(chart, line)
     if window:
-        axes.plot(x, values, color=style["color"], alpha=0.25, linewidth=0.8, label="_raw")
+        axes.plot(x, values, color=pen["color"], alpha=0.25, linewidth=0.8, label="_raw")
         values = running_mean(values, window)
     if line.low is not None and line.high is not None:
-        axes.fill_between(x, line.low, line.high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(x, line.low, line.high, color=pen["color"], alpha=0.15, linewidth=0)
     # A leading _ would keep the name out of the legend.
-    axes.plot(x, values, label=f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name, **style)
+    axes.plot(x, values, label=f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name, **pen)
     return window
 
 
@@ -196,7 +196,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     refuse_foreign(files)
     folder.mkdir(parents=True, exist_ok=True)
     metadata: list[dict[str, Any]] = [{"Software": "nalora"}, {"Date": None, "Creator": "nalora"}]
-    with look():
+    with style():
         for file, fields in zip(files, metadata, strict=True):
             image = io.BytesIO()
             figure.savefig(image, format=file.suffix[1:], metadata=fields)

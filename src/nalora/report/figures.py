@@ -33,17 +33,17 @@ LINE_FIGURES = {
     "loss": LineFigure("", ("loss",)),
     "step-scales": LineFigure("Step scale of each projection: mean over layers and range of the layers", (*SCALES,)),
     "update-norm": LineFigure("", ("update",)),
-    "diagnostics-over-training": LineFigure(
-        "Effective-homogeneity diagnostics over training: adjacent checkpoints, mean over layers",
-        tuple(f"{measure}-over-training" for measure in PAPER_MEASURES),
-        probe_notes,
-    ),
-    "diagnostics-by-layer": LineFigure(
-        "Layer-wise effective-homogeneity diagnostics: adjacent checkpoints, mean over intervals",
-        tuple(f"{measure}-by-layer" for measure in PAPER_MEASURES),
-        probe_notes,
-    ),
-}
+    **{
+        f"diagnostics-{along}": LineFigure(
+            f"{title}: adjacent checkpoints, mean over {mean}", tuple(f"{name}-{along}" for name in PAPER_MEASURES),
+            probe_notes,
+        )
+        for along, title, mean in (
+            ("over-training", "Effective-homogeneity diagnostics over training", "layers"),
+            ("by-layer", "Layer-wise effective-homogeneity diagnostics", "intervals"),
+        )
+    },
+}  # fmt: skip
 HEAT_FIGURES = {
     "regimes": ("share of gate pre-activations in each regime", ("p_sup", "p_res", "p_pos")),
     "mask": ("channel mask m", ("kept_share", "stability")),
@@ -81,7 +81,7 @@ def line_figure(name: str, runs: Sequence[RunData]) -> Figure | str:
     absent = gathered((run.name, run.why_missing(*charts[0].topics)) for i, run in enumerate(runs) if i not in drawn)
     if not drawn:
         return "; ".join(absent)
-    with drawing.look():
+    with drawing.style():
         size = (6.4, 3.4) if len(charts) == 1 else (9, 2.7)
         figure, axes = drawing.panels(1, len(charts), *size, sharey=charts[0].reference is not None)
         drawing.title(figure, title or charts[0].title)
@@ -115,7 +115,7 @@ def heat_figure(name: str, run: RunData) -> Figure | str:
         return run.why_missing(*HEAT_MAPS[columns[0]].topics)
     if not any(has_numbers(run, column) for column in columns):
         return "gates.jsonl has no numbers for " + ", ".join(columns)
-    with drawing.look():
+    with drawing.style():
         figure, axes = drawing.panels(1, len(columns), 3.3 * len(columns), 3.4)
         drawing.title(figure, f"{run.name}: {title}")
         for panel, column in zip(axes, columns, strict=True):
@@ -147,7 +147,7 @@ def kappa_figure(run: RunData) -> Figure | str:
     for layer, block in enumerate(diagnosis["blocks"]):
         layers_of.setdefault(str(block.get("activation")), []).append(layer)
     columns = len(layers_of)
-    with drawing.look():
+    with drawing.style():
         figure, axes = drawing.panels(2, columns, max(6.4, 4.5 * columns), 4.2, sharex="col")
         drawing.title(figure, f"{run.name}: κ and the distribution of z")
         for column, (activation, layers) in enumerate(layers_of.items()):

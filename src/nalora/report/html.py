@@ -47,6 +47,7 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
     data = payload(runs)  # first: it adds to the notices
     data["answer"] = answer.charts() if answer else None
     labels = data["labels"] = brief([*(run.name for run in runs), *(answer.arms() if answer else ())])
+    not_evaluated = [f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing]
     listed = ", ".join(labels[run.name] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
     parts = {
         "title": escape(f"nalora report: {answer.name if answer else listed}"),
@@ -55,23 +56,18 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
         "answer": answer.tables() if answer else "",
         "answer_sentences": answer.sentences() if answer else "",
         "findings": sections.items([_ONE_OF_EACH] if answer else findings(runs)),
-        "scores": sections.scores(runs) + ("" if answer else sections.not_evaluated(runs)),
+        "scores": sections.scores(runs) + sections.notes([] if answer else not_evaluated),
         "costs": sections.costs(runs),
         "reproduce": sections.reproduce(runs),
         "notices": sections.notices(runs),
         "version": escape(__version__),
-        "data": embedded(data),
+        # Escaped for a script element: no text of a run can end the element.
+        "data": json_text(data, compact=True).translate({ord(c): f"\\u{ord(c):04x}" for c in "<\u2028\u2029"}),
         "plotly": _plotly().replace("</script", "<\\/script").replace("<!--", "<\\!--"),
         "js": "\n".join(map(_own, _SCRIPTS)),
     }
     # In one pass, so that nothing in the data is replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _own("page.html"))
-
-
-def embedded(data: object) -> str:
-    """Return JSON for a script element: no text of a run can end the element."""
-    text = json_text(data, compact=True)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _own(name: str) -> str:

@@ -29,6 +29,7 @@ from nalora.report.naming import layer_labels
 from nalora.report.sentences import LOSS, score
 
 _GATE_COLUMNS = (*HEAT_MAPS, *SCALES)
+_MISMATCH = ("energy", "share", "bound", "mask", "top_channels")
 # A heat map is about 1,000 pixels wide; more columns than this are not visible.
 MOST_COLUMNS = 600
 # Numbers of all runs together. Each takes 4 bytes, 5.3 as text: at most 3.7 + 1.1 + 1.6 + 0.3 MB of the page.
@@ -83,7 +84,11 @@ def _run(run: RunData, most: Sizes) -> dict[str, Any]:
         "gates": _gates(run.gates, most.columns) if run.gates else None,
         "curves": _curves(run),
         "diagnosis": _diagnosis(run, most.channels),
-        "mismatch": _mismatch(run.mismatch),
+        "mismatch": run.mismatch
+        and {
+            "labels": _labels(run.mismatch["blocks"]),
+            **{key: run.mismatch[key] for key in _MISMATCH},
+        },
         "capacity": update_norms(capacity, most.norms) if capacity else None,
     }
 
@@ -159,13 +164,6 @@ def _diagnosis(run: RunData, most_channels: int) -> dict[str, Any] | None:
         "histogram": diagnosis["histogram"],
         "channels": channel_measures(run, [str(block.get("name")) for block in blocks], run.capacity[0], most_channels),
     }
-
-
-def _mismatch(mismatch: dict[str, Any] | None) -> dict[str, Any] | None:
-    if mismatch is None:
-        return None
-    keys = ("energy", "share", "bound", "mask", "top_channels")
-    return {"labels": _labels(mismatch["blocks"]), **{key: mismatch[key] for key in keys}}
 
 
 def _labels(blocks: Sequence[dict[str, Any]]) -> list[str]:

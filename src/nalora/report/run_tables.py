@@ -14,14 +14,15 @@ from nalora.report.charts import MEASURES, PAPER_MEASURES, known_mean, measure_t
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import row_labels, seed_of
 from nalora.report.sentences import base_summary, measures_of, score, tasks_of
-from nalora.report.tables import Column, Record, Table, latex, markdown, tabulate
-from nalora.report.tables import measures_of as recorded
+from nalora.report.tables import Column, Record, Table, columns_of, latex, markdown, tabulate
+
+_FILES = ("tables.md", "tables.tex")
 
 
 def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
     """Write tables.md and tables.tex; raise NALoRAError if one of them is a file that nalora did not write."""
     refuse_foreign_tables(folder)
-    files = table_files(folder)
+    files = [folder / name for name in _FILES]
     tables = run_tables(runs)
     in_markdown = [f"## {name}\n\n{markdown(table)}" for name, table in tables.items()]
     in_latex = [latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()]
@@ -34,12 +35,8 @@ def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
 def refuse_foreign_tables(folder: Path) -> None:
     """Raise NALoRAError if the folder is a symbolic link, or the tables would overwrite files of others."""
     outputs.refuse_linked_folder(folder, option="--tables")
-    outputs.refuse_foreign_files(table_files(folder), outputs.is_text, option="--tables", kind="a table")
-
-
-def table_files(folder: Path) -> list[Path]:
-    """Return the files that `write_tables` writes."""
-    return [folder / "tables.md", folder / "tables.tex"]
+    files = [folder / name for name in _FILES]
+    outputs.refuse_foreign_files(files, outputs.is_text, option="--tables", kind="a table")
 
 
 def run_tables(runs: Sequence[RunData]) -> dict[str, Table]:
@@ -99,7 +96,7 @@ def _movement(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
         if run.diagnosis is not None:
             records.append(Record(label, seed_of(run), sums))
     title = "Cumulative movement between adjacent checkpoints, mean over layers; more is neither better nor worse."
-    return tabulate(records, [Column(name, ranked=False) for name in recorded(records)], title=title)
+    return tabulate(records, columns_of(records, ranked=False), title=title)
 
 
 def _cost(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
@@ -116,7 +113,7 @@ def _cost(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
         records.append(Record(label, seed_of(run), {name: value for name, value in costs.items() if value is not None}))
     hardware = sorted({str(run.environment["device"]) for run in runs if run.environment.get("device")})
     title = f"Cost on {', '.join(hardware)}." if hardware else "Cost."
-    return tabulate(records, [Column(name, ranked=False) for name in recorded(records)], title=title)
+    return tabulate(records, columns_of(records, ranked=False), title=title)
 
 
 def _number(value: Any) -> float | None:

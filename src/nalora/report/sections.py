@@ -37,11 +37,6 @@ def scores(runs: Sequence[RunData]) -> str:
     return "".join(tables)
 
 
-def not_evaluated(runs: Sequence[RunData]) -> str:
-    """Return a note for every run that was not evaluated, with the command that does it."""
-    return notes(f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing)
-
-
 def _cells(evaluated: dict[str, Any], measures: Sequence[str]) -> list[str]:
     cells = []
     for name in measures:

@@ -117,8 +117,7 @@ def tabulate(
     Rows in `unranked` are shown but not compared, such as the base model or another rank. The title starts the caption.
     Raises NALoRAError if two records have the same label, seed and measure.
     """
-    if columns is None:
-        columns = [Column(name) for name in measures_of(records)]
+    columns = columns_of(records) if columns is None else columns
     rows: dict[str, list[Cell]] = {}
     for label, seed, measures in records:
         for column, cell in zip(columns, rows.setdefault(label, [Cell() for _ in columns]), strict=True):
@@ -149,9 +148,10 @@ def tabulate(
     return Table(columns, rows, " ".join(filter(None, sentences)), seeds, unranked)
 
 
-def measures_of(records: Sequence[Record]) -> list[str]:
-    """Return the names of all measures in order of first appearance."""
-    return list(dict.fromkeys(name for record in records for name in record.measures))
+def columns_of(records: Sequence[Record], *, ranked: bool = True) -> list[Column]:
+    """Return a column for each measure, in order of first appearance."""
+    names = dict.fromkeys(name for record in records for name in record.measures)
+    return [Column(name, ranked=ranked) for name in names]
 
 
 def markdown(table: Table) -> str:
