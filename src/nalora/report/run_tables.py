@@ -108,7 +108,7 @@ def _cost(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
         costs = {
             "s/step": seconds / steps if seconds is not None and steps else None,
             "peak memory, GiB": _number(result.get("peak_memory_gib")),
-            "trained parameters, millions": None if parameters is None else parameters / 1e6,
+            "trainable parameters, millions": None if parameters is None else parameters / 1e6,
         }
         records.append(Record(label, seed_of(run), {name: value for name, value in costs.items() if value is not None}))
     hardware = sorted({str(run.environment["device"]) for run in runs if run.environment.get("device")})

@@ -50,8 +50,8 @@ def _cells(evaluated: dict[str, Any], measures: Sequence[str]) -> list[str]:
 
 def costs(runs: Sequence[RunData]) -> str:
     """Return a table of time, memory and speed of every run."""
-    columns = ["run", "steps", "total time", "time per step", "target tokens/s", "peak memory", "trained parameters",
-               "on"]  # fmt: skip
+    columns = ["run", "steps", "total time", "time per step", "target tokens/s", "peak memory", "trainable parameters",
+               "hardware"]  # fmt: skip
     return table(columns, [[run.name, *_cost(run)] for run in runs], numbers=True)
 
 
@@ -70,7 +70,7 @@ def _cost(run: RunData) -> list[str]:
     hardware = str(run.environment.get("device", "–"))
     threads = run.environment.get("cpu_threads")
     if not run.environment.get("devices") and threads:
-        hardware += f" CPU, {counted(threads, 'thread')}"
+        hardware += f" CPU, {threads} thread{'' if threads == 1 else 's'}"
     return [
         _count(steps) + ("" if run.result else " so far"),
         duration(seconds),
