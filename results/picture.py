@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from findings import answers, named
 
-from nalora.report.drawing import COLOURS, GREY, look, panels, title
+from nalora.report.drawing import GREY, colour, panels, style, title
 from nalora.studies.questions import LOSS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def draw() -> Path:
     """Draw the figure and return its path."""
     shown = compared()
     arms = list(dict.fromkeys(arm for comparisons in shown.values() for arm in comparisons))
-    with look():
+    with style():
         figure, axes = panels(1, len(shown), 2.0 + 2.4 * len(shown), 1.4 + 0.2 * len(arms))
         for axis, (study, comparisons) in zip(axes, shown.items(), strict=True):
             _lines(axis, comparisons, arms)
@@ -60,9 +60,9 @@ def _lines(axis: Axes, comparisons: dict[str, dict[str, Any]], arms: list[str]) 
     for arm, row in comparisons.items():
         place, (low, high) = arms.index(arm), row["interval"]
         decided = row["verdict"] in ("better", "worse")
-        colour = COLOURS[1] if decided else GREY
-        axis.plot([low, high], [place, place], color=colour, linewidth=2)
-        inside = colour if row["whole"] else "white"
-        axis.plot([row["difference"]], [place], "o", color=colour, markerfacecolor=inside, markersize=5)
+        paint = colour(1) if decided else GREY
+        axis.plot([low, high], [place, place], color=paint, linewidth=2)
+        inside = paint if row["whole"] else "white"
+        axis.plot([row["difference"]], [place], "o", color=paint, markerfacecolor=inside, markersize=5)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_ylim(len(arms) - 0.5, -0.5)
