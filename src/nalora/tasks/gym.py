@@ -181,23 +181,17 @@ class Gym(Task):
         """
         if not isinstance(trained, Gym):
             return
-        mine, theirs = (
-            {"test_size": task.test_size, "seed": task.seed, "settings": task.settings} for task in (self, trained)
-        )
-        changed = [name for name in mine if mine[name] != theirs[name]]
+        options = ("test_size", "seed", "settings")
+        changed = [name for name in options if getattr(self, name) != getattr(trained, name)]
         if not changed:
             return
         excluded = set(trained._questions("test"))
         others = sum(question not in excluded for question in self._questions("test"))
         if others:
-            values, trained_values = (
-                ", ".join(f"{name}={options[name]}" for name in changed) for options in (mine, theirs)
-            )
-            found = (
-                f"{others} of {self.test_size} questions that the run may have been trained on: it was trained with "
-            )
+            mine, theirs = (", ".join(f"{name}={getattr(task, name)}" for name in changed) for task in (self, trained))
+            found = f"{others} of {self.test_size} questions that the run, with {theirs}, may have been trained on"
             fix = f"leave {' and '.join(changed)} out, or train a run with the same"
-            self._refuse(found + trained_values, "only questions that its training excluded", fix, values)
+            self._refuse(found, "only questions that its training excluded", fix, mine)
 
     def _example(self, side: str, index: int) -> Example:
         entry = self._entry(side, index)
@@ -227,11 +221,11 @@ class Gym(Task):
         return self._entry(example.facts["side"], example.facts["index"])
 
     def _dataset(self, size: int, seed: int) -> Any:
-        try:
-            from reasoning_gym.factory import DATASETS, create_dataset
-        except ImportError as error:
-            raise missing_package(self.name, "reasoning-gym", "to generate questions") from error
+        if not families():
+            raise missing_package(self.name, "reasoning-gym", "to generate questions")
         refuse_unknown_family(self.name)
+        from reasoning_gym.factory import DATASETS, create_dataset
+
         try:
             return create_dataset(self.family, **self.settings, size=size, seed=seed)
         except (TypeError, ValueError, AssertionError) as error:  # how its configurations refuse settings

@@ -54,7 +54,7 @@ def evaluates_answers(dataset: Any) -> bool:
 class IsolatedScorer:
     """The scorer of one family of reasoning-gym."""
 
-    where: str  # what error messages name
+    where: str  # named in error messages
     family: str
     options: Mapping[str, Any]  # arguments of `create_dataset` for the family
     isolated: bool = True  # score in the sandbox for generated programs; False applies limits alone
@@ -67,7 +67,7 @@ class IsolatedScorer:
         cannot isolate programs, or the scorer does not start or was killed twice.
         """
         # Every answer may take its whole time and is tried twice. No answer can end the scorer process itself, so
-        # a process that was killed says nothing about the answer.
+        # a process that was killed gives no information about the answer.
         for _ in range(2):
             line = self.process.request((self.family, dict(self.options), list(answers)), waits=2 * len(answers))
             if line is not None:

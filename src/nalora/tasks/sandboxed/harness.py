@@ -236,7 +236,7 @@ def _become_program(connection: socket.socket) -> NoReturn:
     operations = {
         "load": lambda source: exec(compile(source, "program.py", "exec"), module.__dict__),
         "call": lambda function, arguments, named: function(*arguments, **named),
-        **{each.__name__: each for each in (name, operator.getitem, getattr, setattr, iter, next, len)},
+        **{function.__name__: function for function in (name, operator.getitem, getattr, setattr, iter, next, len)},
     }
     while (request := _receive(stream)) is not None:
         try:
