@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from nalora.evaluation.likelihood import mean_loss, target_losses
+from nalora.evaluation.generation import mean_loss, target_losses
 from nalora.models.loading import ModelSpec, load
 from nalora.tasks import Example
 

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from nalora.errors import NALoRAError, counted
 from nalora.evaluation.folder import Records, claimed_folder
-from nalora.evaluation.generation import AnswerGenerator
+from nalora.evaluation.generation import AnswerGenerator, mean_loss, target_losses
 from nalora.evaluation.identity import Questions
 from nalora.evaluation.intervals import bootstrap, wilson
-from nalora.evaluation.likelihood import mean_loss, target_losses
 from nalora.models.loading import Loaded
 from nalora.models.positions import check_length, position_limit
 from nalora.runs.encoding import Encoder

@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts, in padded batches of similar length.
+"""Greedy answers to many prompts, and the loss of target answers, in padded batches of similar length.
 
 Prompts of a decoder are padded on the left, since it continues at their end. Prompts of an encoder are padded on the
 right, as in training: with absolute positions, padding on the left would shift every token.
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from nalora.control.tokens import IGNORED_LABEL
 from nalora.evaluation.static_generation import generate_greedily
 from nalora.models.attention import is_plain_decoder
+from nalora.models.loading import Loaded
 from nalora.models.positions import check_length, position_limit
-from nalora.runs.encoding import Encoder
+from nalora.runs.encoding import Collator, Encoder
 from nalora.tasks import Answer, Example
 
 # The number of last tokens searched for a stop text: more than are generated between two checks, plus the longest text.
@@ -163,3 +165,41 @@ class AnswerGenerator:
         count = 1 + bisect_left(range(count), True, key=lambda last: self._has_stop(row[: last + 1]))
         text = self._decoded(row[:count])
         return text[: min(at for stop in self.stop if (at := text.find(stop)) >= 0)], count, True
+
+
+def target_losses(
+    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int = 8_192
+) -> list[tuple[float, int]]:
+    """Return (−log p of the target given the prompt, its number of tokens) of each example: finer than accuracy.
+
+    Each of the `batch_tokens` tokens of a batch, padding included, has a row of logits as wide as the vocabulary,
+    together 2 GiB for Llama 3 in bfloat16.
+    """
+    encoder = Encoder(loaded.processor, loaded.spec.kind, style)
+    rows = [encoder.row(example) for example in examples]
+    collate = Collator(loaded.processor.pad_token_id)
+    losses: dict[int, tuple[float, int]] = {}
+    for batch in batches_by_length([len(row["input_ids"]) for row in rows], batch_tokens):
+        losses |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))
+    return [losses[i] for i in range(len(rows))]
+
+
+def mean_loss(losses: Sequence[tuple[float, int]]) -> float:
+    """Return the mean over tokens, as training reports it."""
+    return sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
+
+
+@torch.inference_mode()
+def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
+    inputs = {name: tensor.to(loaded.device) for name, tensor in batch.items()}
+    labels = inputs["labels"]
+    logits = loaded.model(**inputs).logits
+    if loaded.spec.kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    # Row by row: the logits of a whole batch in float32 would be the largest tensor of all.
+    losses = [
+        torch.nn.functional.cross_entropy(row.float(), target, ignore_index=IGNORED_LABEL, reduction="sum")
+        for row, target in zip(logits, labels, strict=True)
+    ]
+    tokens = (labels != IGNORED_LABEL).sum(1)
+    return list(zip(torch.stack(losses).tolist(), tokens.tolist(), strict=True))
