@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from nalora.kernels.fused import shared_input
+from nalora.kernels.fused import linears
 
 
 def counted(monkeypatch) -> list[int]:
     """How many layers each call of it computes, from here on."""
     sizes: list[int] = []
-    apply = shared_input.LoRALinears.apply
+    apply = linears.LoRALinears.apply
 
     def counting(x, layers, *factors):
         sizes.append(len(layers))
         return apply(x, layers, *factors)
 
-    monkeypatch.setattr(shared_input.LoRALinears, "apply", counting)
+    monkeypatch.setattr(linears.LoRALinears, "apply", counting)
     return sizes

@@ -11,7 +11,7 @@ import nalora
 from nalora import NALoRAConfig, activations
 
 gated = pytest.importorskip("nalora.kernels.fused.gated")
-from nalora.kernels.fused.factors import Adapters, cast  # noqa: E402
+from nalora.kernels.fused.adapters import Adapters, cast  # noqa: E402
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
 from nalora.kernels.statistics.triton_activations import number_and_limit  # noqa: E402
@@ -62,7 +62,7 @@ def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
     )
     weights = Weights(w_gate.to, w_up.to, w_down.to, 2.0, 0.5, 1.5, *made)
     spec = gated.GateSpec(0, float("inf"), -1.0, 1.0, 0.0, False)
-    y = LoRAFFN.apply(*inputs, weights, spec, None, None)
+    y = LoRAFFN.apply(inputs[0], weights, spec, None, None, *inputs[1:])
     y.backward(dy)
     expected = ffn(*exact)
     expected.backward(dy.double())

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from nalora.control.blocks import FFNBlock
 from nalora.control.observer import GateObserver
 from nalora.control.plan import Plan
-from nalora.kernels.fused.factors import StepFactors, adapters_of
+from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, replace_forward
 from nalora.kernels.fused.gated import GateSpec
 from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
-from nalora.kernels.fused.peft_layers import frozen_weight, replace_forward
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_sums import as_bytes
 
@@ -67,8 +66,8 @@ def fuse_ffn(
         mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
         sums = observer.sums_to_add_to(x.device) if host.training else None
         dtype = compute_dtype(x)
-        step_factors = factors.of(inner, inside, dtype), factors.of(outer, outside, dtype)
+        step_factors = factors.get(inner, inside, dtype), factors.get(outer, outside, dtype)
         weights = Weights(*frozen, *inside.scalings, *outside.scalings, *step_factors)
-        return LoRAFFN.apply(x, a_gate, b_gate, a_up, b_up, a_down, b_down, weights, spec, sums, mask)
+        return LoRAFFN.apply(x, weights, spec, sums, mask, a_gate, b_gate, a_up, b_up, a_down, b_down)
 
     return replace_forward(host, forward)

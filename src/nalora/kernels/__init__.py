@@ -1,1 +1,1 @@
-"""How it is computed: statistics of gates, fused layers, CUDA graphs."""
+"""Statistics of gates, fused layers and CUDA graphs."""

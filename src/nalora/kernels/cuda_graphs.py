@@ -1,7 +1,7 @@
-"""A whole training step as one CUDA graph: for small models, whose steps are launches more than arithmetic.
+"""A whole training step as one CUDA graph, for small models, whose launches take longer than their arithmetic.
 
-A step of SmolLM2-135M is about 10,000 kernel launches, most of them shorter than the time Python takes to ask for
-them. Captured once, the step is replayed by a single call.
+A step of SmolLM2-135M is about 10,000 kernel launches, most of them shorter than the time Python needs to launch them.
+A captured step is replayed by a single call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
     loss: Tensor
-    gradients: list[tuple[Tensor, Tensor]]  # (parameter, where a replay leaves its gradient)
+    gradients: list[tuple[Tensor, Tensor]]  # (parameter, the buffer of its gradient)
 
 
 class GraphedStep:
     """Runs a training step eagerly for the first batches of a shape, then captures it and replays it.
 
-    Every call is one real step on its batch. The step function is the inside of an ordinary training loop::
+    Every call is one training step on its batch. The step function is the body of an ordinary training loop::
 
         def step(batch):
             loss = model(**batch).loss
@@ -41,18 +41,19 @@ class GraphedStep:
         for batch in loader:
             loss = step(batch)
 
-    It must do the same for every batch of a shape and read nothing back from the GPU. The optimizer needs
+    It must do the same for every batch of a shape and copy nothing from the GPU to the host. The optimizer needs
     ``capturable=True``, and a learning rate that changes must be a tensor (``lr=torch.tensor(1e-4)``). Pad batches to
-    few shapes: each one is captured for itself. Not for fp16 with a GradScaler, which decides on the host.
+    few shapes, since each shape is captured separately. Do not use it for fp16 with a GradScaler, which decides on the
+    host whether to step.
 
-    A step may also end with backward, and leave the optimizer to the caller, who zeroes gradients to None before the
-    next one: `gradients_of` then names the parameters whose gradients a replay leaves behind.
+    A step may also end with backward and leave the optimizer to the caller, who sets gradients to None before the next
+    step. Pass the parameters as `gradients_of`, so that a replay sets their gradients.
 
     Args:
-        step: computes one training step of a batch and gives its loss.
-        warmup: how many steps of a new shape run eagerly, so that optimizer state and compiled kernels are there.
-        warm_later: how many of each shape after the first; an eager step needs its own memory beside the graphs'.
-        gradients_of: the parameters, where the step leaves gradients behind.
+        step: computes one training step of a batch and returns its loss.
+        warmup: eager steps of the first shape, which create optimizer state and compile kernels.
+        warm_later: eager steps of every later shape; an eager step needs memory in addition to the graphs'.
+        gradients_of: the parameters that get gradients, if the step leaves them for the caller.
 
     Raises:
         NALoRAError: there is no CUDA device, or the step cannot be captured.
@@ -69,31 +70,31 @@ class GraphedStep:
             raise NALoRAError(
                 "GraphedStep",
                 found="no CUDA device",
-                expected="a CUDA device, since CUDA graphs are what it replays",
+                expected="a CUDA device, which CUDA graphs need",
                 fix="call the step function itself",
             )
         self.step, self._parameters = step, list(gradients_of)
         self.warmup, self.warm_later = warmup, warmup if warm_later is None else warm_later
-        # All of it on one stream: autograd returns to the stream on which it first saw a parameter.
+        # All on one stream: autograd runs backward on the stream on which it first used a parameter.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
         self._eager_steps: dict[tuple[object, ...], int] = {}
         self._captured: dict[tuple[object, ...], _Captured] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        """One training step on the batch; its loss, on the GPU."""
-        kind = tuple((name, each.shape, each.dtype) for name, each in batch.items())
+        """Run one training step on the batch and return its loss, on the GPU."""
+        shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if self._eager_steps.setdefault(kind, 0) < (self.warm_later if self._captured else self.warmup):
-                self._eager_steps[kind] += 1
+            if self._eager_steps.setdefault(shape, 0) < (self.warm_later if self._captured else self.warmup):
+                self._eager_steps[shape] += 1
                 loss = self.step(batch)
             else:
-                if kind not in self._captured:
-                    self._captured[kind] = self._capture(batch)
-                captured = self._captured[kind]
-                for name, each in batch.items():
-                    captured.inputs[name].copy_(each, non_blocking=True)
+                if shape not in self._captured:
+                    self._captured[shape] = self._capture(batch)
+                captured = self._captured[shape]
+                for name, tensor in batch.items():
+                    captured.inputs[name].copy_(tensor, non_blocking=True)
                 captured.graph.replay()
                 for parameter, gradient in captured.gradients:
                     parameter.grad = gradient
@@ -102,8 +103,8 @@ class GraphedStep:
         return loss
 
     def _capture(self, batch: Batch) -> _Captured:
-        """Record the step; nothing is computed yet."""
-        inputs = {name: each.to("cuda", copy=True) for name, each in batch.items()}
+        """Record the step without computing it."""
+        inputs = {name: tensor.to("cuda", copy=True) for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
@@ -112,13 +113,13 @@ class GraphedStep:
             raise
         except RuntimeError as error:
             if "out of memory" in str(error):
-                # What a capture that finds no memory says: not a fault of the step, and a study makes room for it.
+                # A capture reports missing memory like this. The step is not at fault, and a study makes room for it.
                 raise torch.OutOfMemoryError(str(error)) from error
             raise NALoRAError(
                 "GraphedStep",
                 found=f"a step that cannot be captured: {str(error).splitlines()[0]}",
-                expected="a step that asks the GPU for nothing and an optimizer with capturable=True",
+                expected="a step that reads nothing back from the GPU and an optimizer with capturable=True",
                 fix="remove .item(), print and logging from the step, or call the step function itself",
             ) from error
-        gradients = [(each, each.grad) for each in self._parameters if each.grad is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return _Captured(graph, inputs, loss, gradients)

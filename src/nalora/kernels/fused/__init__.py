@@ -1,1 +1,1 @@
-"""Layers that compute what the model's own do, with fewer passes over memory and the statistics inside."""
+"""Layers that compute the same as the model's own, with less memory traffic and with the gate statistics."""

@@ -1,32 +1,46 @@
-"""Put fused linear layers in the place of PEFT's for the length of a training run, and take them out again.
+"""Replace PEFT's LoRA linear layers by fused ones during a training run; layers with the same input are one call.
 
-A fused layer stands in only while it computes the same thing: one plain LoRA adapter without dropout, not merged, not
-disabled, with gradients on, not under torch.compile. In every other call the module's own forward runs.
+A fused layer is used only while it computes the same as PEFT's: one plain LoRA adapter without dropout, not merged, not
+disabled, with gradients enabled, not under torch.compile. In every other call the module's own forward runs.
+
+Which layers share an input is read from the source of their parent's forward, once before training: a checkpointed
+segment must save the same tensors when it is recomputed, and a resumed run must round as the first one did.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import textwrap
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nalora.kernels.fused.factors import StepFactors
-from nalora.kernels.fused.peft_layers import frozen_weight, replace_forward
-from nalora.kernels.fused.shared_input import LinearGroup, children_of_one_input
+from nalora.kernels.fused.adapters import (
+    StepFactors,
+    Weight,
+    adapters_of,
+    frozen_weight,
+    only_adapter,
+    replace_forward,
+)
+from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
 
 
 def fuse_adapters(
-    model: nn.Module, factors: StepFactors | None = None, but: frozenset[nn.Module] = frozenset()
+    model: nn.Module, factors: StepFactors | None = None, exclude: frozenset[nn.Module] = frozenset()
 ) -> list[Callable[[], None]]:
-    """Fuse every LoRA linear layer of a model; what undoes it.
+    """Fuse every LoRA linear layer of a model except the excluded ones; return functions that undo it.
 
     Args:
-        model: with adapters of PEFT's.
-        factors: where they are cast, if others are cast there too.
-        but: layers that are left as they are.
+        model: with PEFT's adapters.
+        factors: where the adapters are cast, if other adapters are cast together with them.
+        exclude: layers that keep their own forward.
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -34,30 +48,25 @@ def fuse_adapters(
     undo: list[Callable[[], None]] = []
     for parent in model.modules():
         children = parent.named_children()
-        layers = {name: each for name, each in children if isinstance(each, LoraLayer) and each not in but}
+        layers = {name: layer for name, layer in children if isinstance(layer, LoraLayer) and layer not in exclude}
         undo += fuse_linears(parent, layers, factors)
-    return undo + factors.follow(model)
+    return undo + factors.attach(model)
 
 
 def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors) -> list[Callable[[], None]]:
-    """Compute a module's LoRA linear layers as single functions, those of one input as one; what undoes it.
-
-    Args:
-        parent: the module that calls the layers.
-        layers: those of its children, by name, that may be fused.
-        factors: where the adapters are cast.
-    """
+    """Fuse some children of a module, those with the same input together; return functions that undo it."""
     weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
-    alike = [[name for name in names if name in weights] for names in children_of_one_input(parent)] if weights else []
-    together = {name for names in alike for name in names}
+    groups = children_sharing_input(parent) if weights else []
+    shared = [[name for name in names if name in weights] for names in groups]
+    in_groups = {name for names in shared for name in names}
     undo = []
-    for names in (*alike, *([name] for name in weights if name not in together)):
+    for names in (*shared, *([name] for name in weights if name not in in_groups)):
         group = LinearGroup({layers[name]: weights[name] for name in names}, factors)
-        undo += [replace_forward(layers[name], _fused_linear(layers[name], group)) for name in names]
+        undo += [replace_forward(layers[name], _fused_forward(layers[name], group)) for name in names]
     return undo
 
 
-def _fused_linear(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]:
+def _fused_forward(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]:
     original = layer.forward
 
     @functools.wraps(original)
@@ -69,5 +78,80 @@ def _fused_linear(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]
 
 
 def is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a module was called as training calls it: with its input alone, for gradients, not to be compiled."""
+    """Return whether a module is called with its input alone, with gradients enabled, and not being compiled."""
     return not args and not kwargs and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+class LinearGroup:
+    """Layers with the same input: the first call with a tensor computes all of them, later calls return the results.
+
+    A layer that is called with another tensor nevertheless is computed again: more work, never a wrong result.
+    """
+
+    def __init__(self, weights: dict[nn.Module, Weight], factors: StepFactors) -> None:
+        self.weights, self.factors = weights, factors
+        factors.groups.append(tuple(weights))
+        self.input: weakref.ref[Tensor] | None = None
+        self.version = 0
+        self.pending: dict[nn.Module, Tensor] = {}
+
+    def compute(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        """Return the layer's output for x; None unless exactly one plain adapter is active in the layer."""
+        if layer in self.pending and self.input is not None and self.input() is x and self.version == x._version:
+            return self.pending.pop(layer)
+        layers = tuple(member for member in self.weights if only_adapter(member) is not None)
+        if layer not in layers:
+            return None
+        self.input, self.version = weakref.ref(x), x._version
+        adapters = adapters_of(layers)
+        assert adapters is not None
+        frozen = tuple(
+            FrozenLinear(self.weights[member], member.base_layer.bias, scaling)
+            for member, scaling in zip(layers, adapters.scalings, strict=True)
+        )
+        factors = self.factors.get(layers, adapters, compute_dtype(x))
+        parameters = (factor for pair in zip(adapters.a, adapters.b, strict=True) for factor in pair)
+        self.pending = dict(zip(layers, LoRALinears.apply(x, frozen, factors, *parameters), strict=True))
+        return self.pending.pop(layer)
+
+
+def children_sharing_input(parent: nn.Module) -> list[list[str]]:
+    """Return groups of children that the parent's forward calls with the same variable alone, in the order of calls.
+
+    An assignment to the variable between two calls separates them; a forward without source has no groups.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(parent.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    calls = _Calls()
+    calls.visit(tree)
+    return [names for names in (*calls.finished, *calls.open.values()) if len(names) > 1]
+
+
+class _Calls(ast.NodeVisitor):
+    """Collects calls `self.child(variable)` by variable from top to bottom, until the variable is assigned again."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, list[str]] = defaultdict(list)
+        self.finished: list[list[str]] = []
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Visit the value before the targets, which is the order of execution."""
+        self.visit(node.value)
+        for target in node.targets:
+            self.visit(target)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Finish the group of a variable that is assigned."""
+        if isinstance(node.ctx, ast.Store):
+            self.finished.append(self.open.pop(node.id, []))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Add a child to its variable's group, after the calls inside its arguments."""
+        self.generic_visit(node)
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="self"), attr=child), args=[ast.Name(id=variable)], keywords=[]
+            ) if child not in self.open[variable]:
+                self.open[variable].append(child)

@@ -1,7 +1,7 @@
-"""A gated FFN with its three adapters as one autograd function, the statistics of its gate inside.
+"""A gated FFN with its three adapters as one autograd function, which also adds to the statistics of its gate.
 
-Kept for backward: the input x, the products z₀ = x W_gᵀ and u₀ = x W_uᵀ, and three skinny projections. z, u and h with
-the adapters' share are formed again in registers. gate and up share one product for their A.
+Saved for backward: the input x, the products z₀ = x W_gᵀ and u₀ = x W_uᵀ, and three low-rank projections. z, u and h
+with the adapters' share are recomputed in registers. gate and up share one product for their A.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nalora.kernels.fused import gated
-from nalora.kernels.fused.factors import Factors
+from nalora.kernels.fused.adapters import Factors, Weight
 from nalora.kernels.fused.gated import GateSpec, LowRank
 from nalora.kernels.fused.lora_linear import product_as, scaled_rows
-from nalora.kernels.fused.peft_layers import Weight
 from nalora.kernels.statistics import Sums
 
 
 class Weights(NamedTuple):
-    """The frozen weights of an FFN, the LoRA scalings of its adapters, and their factors as they are computed with."""
+    """The frozen weights of an FFN, and the scalings and cast factors of its adapters."""
 
     gate: Weight
     up: Weight
@@ -38,22 +37,14 @@ class LoRAFFN(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        a_gate: Tensor,
-        b_gate: Tensor,
-        a_up: Tensor,
-        b_up: Tensor,
-        a_down: Tensor,
-        b_down: Tensor,
-        weights: Weights,
-        spec: GateSpec,
-        sums: Sums | None,
-        mask: Tensor | None,
+        ctx: Any, x: Tensor, weights: Weights, spec: GateSpec, sums: Sums | None, mask: Tensor | None, *factors: Tensor
     ) -> Tensor:
-        """The output; the tokens that `mask` leaves are added to `sums`, where given."""
+        """Return the output; add the unmasked tokens to `sums`, if given.
+
+        `factors` are A and B of gate, up and down as PEFT stores them, which get the gradients.
+        """
         inner, outer = weights.inner, weights.outer
-        dtype, rank = inner.a.dtype, a_gate.shape[0]
+        dtype, rank = inner.a.dtype, factors[0].shape[0]
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         projected = rows @ inner.a.T
         low_rank = LowRank(projected[:, :rank], projected[:, rank:], *inner.b)
@@ -62,15 +53,15 @@ class LoRAFFN(torch.autograd.Function):
         h_projected = h @ outer.a.T
         y = (h_projected @ outer.b[0].T).addmm_(h, weights.down(dtype).T)
         ctx.save_for_backward(rows, z, u, projected, h_projected, inner.a, *inner.b, outer.a, *outer.b)
-        # The factors themselves are saved as tensors, not a second time in what is kept beside them.
+        # Without the factors, which are already among the saved tensors.
         ctx.weights, ctx.spec, ctx.shape = weights[:6], spec, x.shape
-        ctx.dtypes = x.dtype, [each.dtype for each in (a_gate, b_gate, a_up, b_up, a_down, b_down)]
+        ctx.dtypes = x.dtype, [factor.dtype for factor in factors]
         return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Down, then the gate's product, then gate and up; dx gathers both paths in one buffer."""
+        """Go through down, then φ(z) ⊙ u, then gate and up; both paths are added to one buffer for dx."""
         rows, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
         gate, up, down, *scalings = ctx.weights
         dtype, rank = rows.dtype, b_gate.shape[1]
@@ -91,4 +82,4 @@ class LoRAFFN(torch.autograd.Function):
             dx = dx.view(ctx.shape).to(x_dtype)
         factors = (da_gate, db_gate, da_up, db_up, da_down.mul_(scalings[2]), db_down)
         grads = (factor.to(dtype) for factor, dtype in zip(factors, factor_dtypes, strict=True))
-        return dx, *grads, None, None, None, None
+        return dx, None, None, None, None, *grads

@@ -1,4 +1,4 @@
-"""One pass over the gate pre-activations z, reduced on the spot to sums that do not grow."""
+"""Statistics of the gate pre-activations z: sums of fixed size, computed in one pass."""
 
 from nalora.kernels.statistics.engines import Accumulate, Engine, choose
 from nalora.kernels.statistics.reference import accumulate

@@ -1,4 +1,4 @@
-"""Which engine computes the statistics: the fastest that this machine and this block allow."""
+"""The choice of the engine that computes the statistics: the fastest one that this machine and this block support."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nalora.kernels.statistics import reference
 Accumulate = Callable[..., None]
 
 # Compiling takes 5 s once, and saves 3 ns for each element of z on two cores. With this many gate channels in a model
-# and 1,024 tokens in a step that is paid back within 200 steps; a model with fewer keeps the reference. The rule asks
-# for the model's size alone, so that a resumed run is always computed by the engine it was begun with.
+# and 1,024 tokens in a step it pays off within 200 steps; a model with fewer uses the reference. The rule depends on
+# the model's size alone, so that a resumed run always uses the engine it was started with.
 _CHANNELS_WORTH_COMPILING = 8192
 
 
 class Engine(NamedTuple):
-    """An engine by name, with its `accumulate` of the signature that `reference` documents."""
+    """An engine's name and its `accumulate`, with the signature of `reference.accumulate`."""
 
     name: str
     accumulate: Accumulate
@@ -33,16 +33,16 @@ class Engine(NamedTuple):
 def choose(
     activation: Activation, device: torch.device, dtype: torch.dtype, *, kernels: str, channels: int = 0
 ) -> Engine:
-    """Triton on a GPU for the activations it knows, else compiled where a compiler is there, else the reference.
+    """Return Triton on a GPU for its activations, else the compiled engine if there is a compiler, else the reference.
 
     Args:
-        activation: what follows the block's gate.
-        device: where the block's statistics are kept.
-        dtype: their precision; float64, asked for where exactness is, gets the reference.
-        kernels: ``"off"`` is always the reference.
-        channels: the gate channels of the whole model, which say whether compiling is worth its time.
+        activation: the activation of the block's gate.
+        device: the device of the block's statistics.
+        dtype: their precision; float64 always gets the reference, which is exact.
+        kernels: ``"off"`` always gets the reference.
+        channels: the gate channels of the whole model, which decide whether compiling pays off.
     """
-    if device.type == "meta":  # a plan without weights: what this machine would choose
+    if device.type == "meta":  # a plan without weights: return what this machine would use
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kernels == "off" or dtype != torch.float32:
         return Engine("reference", reference.accumulate)
@@ -68,6 +68,6 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _has_cpp_compiler() -> bool:
-    """Whether the compiler that torch would call is on the path; asking torch itself takes an import of seconds."""
+    """Return whether torch's default compiler is on the path; torch's own check takes an import of seconds."""
     default = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", default)) is not None

@@ -1,4 +1,4 @@
-"""The sufficient statistics of one FFN block: all that is ever kept of z."""
+"""The sufficient statistics of an FFN block, and the input of the engines that compute them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The narrowest block of channels that a kernel's program owns.
+# (lower, upper) bound of the responsive regime, both inclusive.
+Bounds = tuple[float, float]
+# The narrowest block of channels that one program of a kernel computes.
 _CHANNELS_PER_SLOT = 64
 
 
 class Sums(NamedTuple):
     """Running sums over the tokens of one optimizer step, in parts that are added up when the step is decided.
 
-    On a GPU every program of a kernel adds to a part of its own: no second pass, no atomics, the same order of
-    additions every time. Elsewhere there is one part.
+    On a GPU every program of a kernel adds to its own part, which needs no second pass and no atomics and fixes the
+    order of additions. On other devices there is one part.
 
     Args:
         sensitivity: Σ|φ′(z)| (or Σ|φ′(z)|·|u|) per channel, float32, or float64 for a float64 model.
-            Shape [parts, width]. One non-finite z makes a channel NaN, which is how a poisoned step is recognised.
-        outside: how many z were suppressive and how many positive. int64, exact at any count, shape [parts, slots, 2].
-        tokens: how many tokens were counted. int64, shape [parts].
+            Shape [parts, width]. One non-finite z makes its channel NaN, by which a bad step is detected.
+        outside: the number of suppressive and of positive z. int64, exact at any count, shape [parts, slots, 2].
+        tokens: the number of tokens. int64, shape [parts].
     """
 
     sensitivity: Tensor
@@ -30,7 +32,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, blocks: int, width: int, dtype: torch.dtype, device: torch.device) -> Sums:
-        """The sums of several blocks, stacked along a first dimension."""
+        """Return the sums of several blocks, stacked along a first dimension."""
         slots = -(-width // _CHANNELS_PER_SLOT)
         # About 2,048 programs fill a large GPU: many parts for a narrow block, few for a wide one.
         parts = min(128, max(8, 4096 // slots)) if device.type == "cuda" else 1
@@ -41,17 +43,23 @@ class Sums(NamedTuple):
         )
 
     def of_block(self, index: int) -> Sums:
-        """One block's share of stacked sums."""
-        return Sums(*(each[index] for each in self))
+        """Return one block's view of stacked sums."""
+        return Sums(*(tensor[index] for tensor in self))
 
     def totals(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Σ per channel, (suppressive, responsive, positive) counts, and tokens, for each of the stacked blocks."""
+        """Return Σ per channel, (suppressive, responsive, positive) counts, and tokens of each stacked block."""
         sensitivity, tokens = self.sensitivity.sum(-2), self.tokens.sum(-1)
         below, above = self.outside.sum((-3, -2)).unbind(-1)
         responsive = tokens * sensitivity.shape[-1] - below - above
         return sensitivity, torch.stack([below, responsive, above], dim=-1), tokens
 
     def clear(self) -> None:
-        """Start anew."""
-        for each in self:
-            each.zero_()
+        """Set all sums to zero."""
+        for tensor in self:
+            tensor.zero_()
+
+
+def flatten(z: Tensor, u: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return z and u with shape [tokens, width] and the mask with shape [tokens]."""
+    rows = [None if tensor is None else tensor.reshape(-1, z.shape[-1]) for tensor in (z, u)]
+    return rows[0], rows[1], None if mask is None else mask.reshape(-1)

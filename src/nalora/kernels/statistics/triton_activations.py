@@ -1,6 +1,6 @@
 """φ and φ′ of every known activation inside Triton kernels, in float32 registers.
 
-FAST uses the hardware's power and reciprocal in σ (relative error 2⁻²², in the far tail too) in place of IEEE ones.
+FAST computes σ with the hardware's approximate power and reciprocal (relative error 2⁻²², in the far tail too).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 from nalora import activations
 from nalora.activations import Activation
 
-# The kernels know activations by number; a clamp above `limit` (gpt-oss) rides along as a value.
+# The kernels identify activations by number; a clamp above `limit` (gpt-oss) is a separate argument.
 NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "relu2": 5, "mish": 6}
 
 
 def number_and_limit(activation: Activation) -> tuple[int, float] | None:
-    """What a kernel is told about the activation, None where it has no kernel, be it a namesake of one that has."""
+    """Return an activation's number and clamp; None if no kernel computes it, also if it only has the name of one."""
     inner = activation.unclamped or activation
     known = inner.name in NUMBERS and activations.get(inner.name) == inner
     return (NUMBERS[inner.name], activation.upper) if known else None
@@ -35,7 +35,7 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def phi_and_derivative(z, limit, NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr):
-    """(φ(z), φ′(z)), for φ(min(z, limit)) where LIMITED; φ′ of a non-finite z is NaN."""
+    """Return (φ(z), φ′(z)), of φ(min(z, limit)) if LIMITED; φ′ of a non-finite z is NaN."""
     x = tl.minimum(z, limit) if LIMITED else z
     if NUMBER == 0 or NUMBER == 2 or NUMBER == 3:
         # φ = x·σ(g): φ′ = σ + σ(1 − σ)·x·g′

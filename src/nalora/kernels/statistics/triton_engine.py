@@ -1,4 +1,4 @@
-"""The Triton engine: z is read once, and every program adds to sums of its own, so results repeat to the bit."""
+"""The Triton engine: z is read once, and every program adds to its own sums, so results are bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nalora.activations import Activation
-from nalora.kernels.statistics.sums import Sums
+from nalora.kernels.statistics.sums import Bounds, Sums, flatten
 from nalora.kernels.statistics.triton_activations import number_and_limit, phi_and_derivative
 from nalora.kernels.statistics.triton_sums import (
+    Tile,
     add,
     add_to_part,
     as_bytes,
@@ -17,17 +18,13 @@ from nalora.kernels.statistics.triton_sums import (
     count,
     count_packed,
     count_tokens,
-    is_even,
-    may_approximate,
-    my_share,
+    has_full_tiles,
+    program_share,
     tokens_per_part,
 )
 
-# The best of a sweep on an H200 in bf16: 0.68 of the bandwidth of a copy at 4,096 × 14,336, 0.73 at 16,384.
-_BLOCK_TOKENS = 8
-_BLOCK_CHANNELS = 64
-_WARPS = 1
-_STAGES = 3
+# The fastest of a sweep on an H200 in bf16: 0.68 of the bandwidth of a copy at 4,096 × 14,336, 0.73 at 16,384.
+_TILE = Tile(tokens=8, channels=64, warps=1, stages=3)
 
 
 @triton.jit
@@ -39,13 +36,13 @@ def _accumulate(
     WITH_U: tl.constexpr, WITH_MASK: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of the tokens × one block of channels: Σ|φ′| per channel, and how many z lie below and above."""
-    channels, in_width, part, first, last = my_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
+    """Add Σ|φ′| per channel and the counts of z below and above, of a part of the tokens and a block of channels."""
+    channels, in_width, part, first, last = program_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
-    lost = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
+    error = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
     above = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
-    # Stands for what is masked out: it lies in no regime that is counted.
+    # Replaces masked values: it is in the responsive regime, which is not counted.
     neutral = tl.minimum(tl.maximum(0.0, lower), upper).to(z_ptr.dtype.element_ty)
     lower_tile = tl.full([BLOCK_TOKENS, BLOCK_CHANNELS], lower, z_ptr.dtype.element_ty)
     upper_tile = tl.full([BLOCK_TOKENS, BLOCK_CHANNELS], upper, z_ptr.dtype.element_ty)
@@ -57,17 +54,17 @@ def _accumulate(
             loaded = tl.load(z_at)
             u = tl.load(u_at).to(tl.float32) if WITH_U else 1.0
         else:
-            here = (rows < last)[:, None] & in_width[None, :]
+            inside = (rows < last)[:, None] & in_width[None, :]
             if WITH_MASK:
-                here = here & (tl.load(mask_ptr + rows, mask=rows < last, other=0) != 0)[:, None]
-            loaded = tl.load(z_at, mask=here, other=neutral)
-            u = tl.load(u_at, mask=here, other=0.0).to(tl.float32) if WITH_U else 1.0
+                inside = inside & (tl.load(mask_ptr + rows, mask=rows < last, other=0) != 0)[:, None]
+            loaded = tl.load(z_at, mask=inside, other=neutral)
+            u = tl.load(u_at, mask=inside, other=0.0).to(tl.float32) if WITH_U else 1.0
         z = loaded.to(tl.float32)
         _, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         k = tl.abs(derivative) * tl.abs(u) if WITH_U else tl.abs(derivative)
         if not EVEN:
-            k = tl.where(here, k, 0.0)
-        total, lost = add(total, lost, k, not FAST)
+            k = tl.where(inside, k, 0.0)
+        total, error = add(total, error, k, not FAST)
         if PACKED:
             below = count_packed(below, loaded, lower_tile, True)
             above = count_packed(above, loaded, upper_tile, False)
@@ -80,29 +77,21 @@ def _accumulate(
 
 
 def accumulate(
-    sums: Sums,
-    z: Tensor,
-    activation: Activation,
-    thresholds: tuple[float, float],
-    u: Tensor | None = None,
-    token_mask: Tensor | None = None,
+    sums: Sums, z: Tensor, activation: Activation, bounds: Bounds, u: Tensor | None = None, mask: Tensor | None = None
 ) -> None:
-    """Add the tokens of z to `sums`, as `nalora.kernels.statistics.reference.accumulate` does, in one pass over z."""
+    """Compute `reference.accumulate` in one pass over z."""
     known = number_and_limit(activation)
     assert known is not None
-    width = z.shape[-1]
-    z, u = z.reshape(-1, width), None if u is None else u.reshape(-1, width)
-    mask = as_bytes(token_mask)
-    tokens, parts = z.shape[0], sums.tokens.shape[0]
-    each_part = tokens_per_part(tokens, parts, _BLOCK_TOKENS)
-    packed = bounds_for_packing(thresholds, z, each_part // _BLOCK_TOKENS)
     number, limit = known
-    _accumulate[triton.cdiv(width, _BLOCK_CHANNELS), parts](
+    z, u, mask = flatten(z, u, mask)
+    mask = as_bytes(mask)
+    (tokens, width), parts = z.shape, sums.tokens.shape[0]
+    part_tokens = tokens_per_part(tokens, parts, _TILE.tokens)
+    packed = bounds_for_packing(bounds, z, part_tokens // _TILE.tokens)
+    _accumulate[triton.cdiv(width, _TILE.channels), parts](
         z, u, mask, *sums,
-        tokens, width, sums.outside.shape[1], each_part, *(packed or thresholds), limit,
+        tokens, width, sums.outside.shape[1], part_tokens, *(packed or bounds), limit,
         *z.stride(), *(u.stride() if u is not None else (0, 0)),
-        NUMBER=number, LIMITED=limit != float("inf"), FAST=may_approximate(z), PACKED=packed is not None,
-        EVEN=mask is None and is_even(tokens, width, _BLOCK_TOKENS, _BLOCK_CHANNELS),
-        WITH_U=u is not None, WITH_MASK=mask is not None,
-        BLOCK_TOKENS=_BLOCK_TOKENS, BLOCK_CHANNELS=_BLOCK_CHANNELS, STAGES=_STAGES, num_warps=_WARPS,
+        PACKED=packed is not None, EVEN=mask is None and has_full_tiles(z, _TILE),
+        WITH_U=u is not None, WITH_MASK=mask is not None, **_TILE.options(z, number, limit),
     )  # fmt: skip

@@ -6,8 +6,8 @@ import pytest
 import tiny
 import torch
 
-from nalora.kernels.fused import factors as module
-from nalora.kernels.fused.factors import Adapters, StepFactors, adapters_of, cast
+from nalora.kernels.fused import adapters as module
+from nalora.kernels.fused.adapters import Adapters, StepFactors, adapters_of, cast
 
 
 def random_adapters(scalings=(2.0, 0.5)):
@@ -43,11 +43,11 @@ def test_one_pass_casts_all_and_the_next_one_again(casts):
     layers = [m for m in model.modules() if hasattr(m, "lora_A")][:3]
     factors = StepFactors()
     factors.groups = [(layers[0], layers[1]), (layers[2],)]
-    undo = factors.follow(model)
+    undo = factors.attach(model)
     seen = []
 
     def ask(*_):
-        seen.append([factors.of(group, adapters_of(group), torch.bfloat16) for group in factors.groups])
+        seen.append([factors.get(group, adapters_of(group), torch.bfloat16) for group in factors.groups])
 
     handle = layers[2].register_forward_hook(ask)
     ids = tiny.tokens()
@@ -72,9 +72,9 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind(casts):
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     factors = StepFactors()
     factors.groups = [(layer,)]
-    factors.follow(model)
+    factors.attach(model)
     with pytest.raises(ValueError, match="input_ids"):
         model()
-    factors.of((layer,), adapters_of((layer,)), torch.bfloat16)
-    factors.of((layer,), adapters_of((layer,)), torch.bfloat16)
+    factors.get((layer,), adapters_of((layer,)), torch.bfloat16)
+    factors.get((layer,), adapters_of((layer,)), torch.bfloat16)
     assert casts == [1, 1]

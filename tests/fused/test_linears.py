@@ -8,9 +8,8 @@ import tiny
 import torch
 from torch import nn
 
-from nalora.kernels.fused.factors import StepFactors
-from nalora.kernels.fused.linears import fuse_linears
-from nalora.kernels.fused.shared_input import children_of_one_input
+from nalora.kernels.fused.adapters import StepFactors
+from nalora.kernels.fused.linears import children_sharing_input, fuse_linears
 
 
 class Three(nn.Module):
@@ -98,7 +97,7 @@ def test_company_is_read_from_the_forward():
             x = self.second(x)
             return self.third(x), self.fourth(y), self.fifth(y, 1), self.sixth(x), a
 
-    assert children_of_one_input(Reassigned()) == [["first", "second"], ["third", "sixth"]]
+    assert children_sharing_input(Reassigned()) == [["first", "second"], ["third", "sixth"]]
     model = tiny.llama(torch.float32).base_model.model.model.layers[0]
-    assert children_of_one_input(model.self_attn) == [["q_proj", "k_proj", "v_proj"]]
-    assert children_of_one_input(nn.Linear(2, 2)) == []
+    assert children_sharing_input(model.self_attn) == [["q_proj", "k_proj", "v_proj"]]
+    assert children_sharing_input(nn.Linear(2, 2)) == []

@@ -1,0 +1,132 @@
+"""PEFT's LoRA layers as fused layers need them: adapter and frozen weight, and A and B in the dtype of computation.
+
+An adapter is stored in float32 and used in bf16. Casting it in every layer takes three launches a layer, each longer
+than its work: 21 of about 130 in a Llama block. Here all adapters of a model are cast by a few launches when its
+forward pass begins, and the LoRA scaling is folded into A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from peft.tuners.lora import layer as peft_layer
+from torch import Tensor, nn
+
+# Returns a frozen weight [out, in] in the given dtype: stored like that, or dequantised from 4 bits.
+Weight = Callable[[torch.dtype], Tensor]
+
+
+class Factors(NamedTuple):
+    """The adapters of layers that share an input: s·A of all of them stacked [Σ rank, in], and B of each."""
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+
+
+class Adapters(NamedTuple):
+    """A, B and scaling of each layer as PEFT stores them."""
+
+    a: tuple[Tensor, ...]
+    b: tuple[Tensor, ...]
+    scalings: tuple[float, ...]
+
+
+def only_adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+    """Return (A, B, scaling) if exactly one plain adapter is active in the layer, else None."""
+    if layer.disable_adapters or layer.merged:
+        return None
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or active[0] in layer.lora_variant:
+        return None
+    (name,) = active
+    dropout, a, b = layer.lora_dropout[name], layer.lora_A[name], layer.lora_B[name]
+    if (layer.training and getattr(dropout, "p", 0)) or b.bias is not None:
+        return None
+    return a.weight, b.weight, layer.scaling[name]
+
+
+def adapters_of(layers: tuple[nn.Module, ...]) -> Adapters | None:
+    """Return the `only_adapter` of each layer, None if a layer has none."""
+    adapters = [only_adapter(layer) for layer in layers]
+    return None if None in adapters else Adapters(*zip(*adapters, strict=True))
+
+
+def frozen_weight(layer: nn.Module) -> Weight | None:
+    """Return the function that reads the weight below a LoRA layer; None if it is trainable or of an unknown type."""
+    base = getattr(layer, "base_layer", None)
+    if base is None or any(parameter.requires_grad for parameter in base.parameters()):
+        return None
+    if type(layer) is peft_layer.Linear and type(base) is nn.Linear:
+        return lambda dtype: base.weight.to(dtype)
+    # PEFT uses its plain Linear for a 4-bit layer too if transformers did not quantise the model.
+    if type(layer).__name__ in ("Linear", "Linear4bit") and type(base).__name__ == "Linear4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        return lambda dtype: dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+    return None
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Callable[[], None]:
+    """Replace the forward of this one module; return a function that restores it."""
+    before = vars(module).get("forward")
+    module.forward = forward
+
+    def restore() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return restore
+
+
+def cast(groups: list[Adapters], dtype: torch.dtype) -> list[Factors]:
+    """Return the factors of every group in the given dtype."""
+    factors = []
+    for group in groups:
+        rank, first = sum(a.shape[0] for a in group.a), group.a[0]
+        a = torch.empty(rank, first.shape[1], dtype=dtype, device=first.device)
+        factors.append(Factors(a, tuple(torch.empty_like(b, dtype=dtype) for b in group.b)))
+    sources = [a for group in groups for a in group.a]
+    scaled = torch._foreach_mul(sources, [scaling for group in groups for scaling in group.scalings])
+    ranks = [[a.shape[0] for a in group.a] for group in groups]
+    targets = [rows for factor, sizes in zip(factors, ranks, strict=True) for rows in factor.a.split(sizes)]
+    torch._foreach_copy_(targets, scaled)
+    torch._foreach_copy_([b for factor in factors for b in factor.b], [b for group in groups for b in group.b])
+    return factors
+
+
+class StepFactors:
+    """Casts all groups once in each forward pass of the model, when the first of them is needed.
+
+    Outside a forward pass, when a checkpointed segment is recomputed, a group is cast alone: earlier results may be
+    out of date.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[nn.Module, ...]] = []
+        self._begin_or_end(False)
+
+    def attach(self, model: nn.Module) -> list[Callable[[], None]]:
+        """Register hooks for the beginning and the end of the model's forward pass; return functions to remove them."""
+        begin = model.register_forward_pre_hook(lambda *_: self._begin_or_end(True))
+        end = model.register_forward_hook(lambda *_: self._begin_or_end(False), always_call=True)
+        return [begin.remove, end.remove]
+
+    def _begin_or_end(self, in_pass: bool) -> None:
+        self._in_pass = in_pass
+        self._dtype: torch.dtype | None = None
+        self._cast: dict[tuple[nn.Module, ...], Factors] = {}
+
+    @torch.no_grad()
+    def get(self, layers: tuple[nn.Module, ...], adapters: Adapters, dtype: torch.dtype) -> Factors:
+        """Return the factors of one group of layers."""
+        if self._in_pass and self._dtype is None:
+            self._dtype = dtype
+            plain = {group: each for group in self.groups if (each := adapters_of(group)) is not None}
+            self._cast = dict(zip(plain, cast([*plain.values()], dtype), strict=True))
+        if self._dtype is dtype and layers in self._cast:
+            return self._cast[layers]
+        return cast([adapters], dtype)[0]
