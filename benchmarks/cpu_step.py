@@ -1,10 +1,10 @@
-"""How long is a training step of a real small model on a CPU, for LoRA and for NA-LoRA with either statistics engine?
+"""Time of a training step of a small model on a CPU, for LoRA and for NA-LoRA with either statistics engine.
 
 OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_step.py [--batch 2] [--length 256] [--rounds 6] [--steps 2]
 
-A shared CPU's speed drifts by more than the few percent in question, so rows come in three units. "ms" are the steps.
-"ratio" compares a step with plain LoRA's of the same round, seconds apart. "share" is the part of a step spent in
-nalora's own hooks: nothing runs behind a CPU's back, so this is the overhead but for what it does to caches.
+The speed of a shared CPU drifts by more than the few percent to be measured, so rows have three units. "ms" is the time
+of a step. "ratio" compares a step with plain LoRA's of the same round, seconds apart. "share" is the fraction of a step
+spent in nalora's own hooks: on a CPU nothing runs asynchronously, so this is the overhead except for effects on caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nalora.models.loading import ModelSpec, load
 
 
 class Clock:
-    """Adds up the milliseconds spent in nalora while a variant is attached."""
+    """Sums the milliseconds spent in nalora while a variant is attached."""
 
     WATCHED = (
         (GateObserver, "receive"),
@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="nalora: Adam")
 
-    print("load before:", *(f"{each:.2f}" for each in os.getloadavg()))
+    print("load before:", *(f"{load:.2f}" for load in os.getloadavg()))
     setup = Setup(args.batch, args.length)
     engines = {"NA-LoRA, reference engine": "reference", "NA-LoRA, compiled engine": "compiled"}
     variants = {
@@ -134,7 +134,7 @@ def main() -> None:
     }
     harness.interleave(variants, 1, 1, 0)  # compiles, and touches all memory once
     setup.shares.clear()
-    # Every other round backwards: a drift within rounds would count against whoever comes last, by 2 % once.
+    # Every other round in reverse order: a drift within a round would slow the last variant, once by 2 %.
     orders = (variants, dict(reversed(variants.items())))
     turns = [harness.interleave(orders[n % 2], 1, args.steps, args.warmup) for n in range(args.rounds)]
     setting = f"smollm2-135m float32, {torch.get_num_threads()} threads, {args.batch}x{args.length}"
@@ -146,12 +146,12 @@ def main() -> None:
         }
         if name in engines:
             units["share"] = harness.quantiles(setup.shares[engines[name]])
-        told = (f"{u} {r['p50']:.5g} [{r['p20']:.5g} … {r['p80']:.5g}]" for u, r in units.items())
-        print(f"{name:28s}", "   ".join(told))
+        texts = (f"{u} {r['p50']:.5g} [{r['p20']:.5g} … {r['p80']:.5g}]" for u, r in units.items())
+        print(f"{name:28s}", "   ".join(texts))
         for unit, result in units.items():
             rows.append({"question": "cpu step", "setting": setting, "variant": name, "unit": unit, **result})
     harness.append(rows, args.rows)
-    print("load after:", *(f"{each:.2f}" for each in os.getloadavg()))
+    print("load after:", *(f"{load:.2f}" for load in os.getloadavg()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md."""
+"""The figures of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS, OTHERS, FLOOR_COLOUR = "#2b6cb0", "#a0aec0", "#c05621"
 
 
 def training_step(times: dict[str, float], floor: str) -> None:
-    """A bar for every variant, a line at the floor."""
+    """Draw a bar for every variant and a line at the floor."""
     variants = {name: ms for name, ms in times.items() if name != floor}
     figure, axes = plt.subplots(figsize=(7, 2.8))
     colours = [OURS if name.startswith("NA-LoRA") else OTHERS for name in variants]
@@ -28,12 +28,12 @@ def training_step(times: dict[str, float], floor: str) -> None:
     if floor in times:
         axes.axvline(times[floor], color=FLOOR_COLOUR, linestyle="--")
         axes.text(times[floor], -0.75, f"{floor}: {times[floor]:.0f}", color=FLOOR_COLOUR, ha="center")
-    axes.set_xlabel("ms a step: Llama-3.1-8B shapes, 4 × 1,024 tokens, r = 8, one H200")
+    axes.set_xlabel("ms per step: Llama-3.1-8B shapes, 4 × 1,024 tokens, r = 8, one H200")
     _save(figure, "training_step")
 
 
 def loss_curves(path: Path) -> None:
-    """The losses of every variant over one another."""
+    """Draw the losses of all variants in one plot."""
     with path.open(newline="") as file:
         points = list(csv.DictReader(file))
     figure, axes = plt.subplots(figsize=(7, 2.8))

@@ -1,8 +1,9 @@
-"""Tokens per second for GSM8K's test questions: our CUDA-graph generation beside transformers' `generate`.
+"""Tokens per second for GSM8K's test questions: generation with CUDA graphs compared with transformers' `generate`.
 
 python benchmarks/generation_speed.py --data-dir FOLDER [--model smollm2-135m] [--limit 256]
 
-Both answer the same questions in the same batches, in turn, in one process; `generate` is also run on single questions.
+Both answer the same questions in the same batches, alternating in one process; `generate` also answers single
+questions.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def measured(writer: AnswerGenerator, groups: list[list[Example]]) -> tuple[float, list[str]]:
-    """Generated tokens per second, and the texts."""
+    """Return the generated tokens per second, and the texts."""
     torch.cuda.synchronize()
     began, tokens, texts = time.perf_counter(), 0, []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Does NA-LoRA's share of a step grow with layers, tokens or width?
+"""NA-LoRA's share of a training step for several numbers of layers, tokens and channels.
 
 python benchmarks/growth.py [--rounds 3] [--steps 8]
 """

@@ -1,4 +1,4 @@
-"""One way to measure: variants interleaved in one process, warmed up, medians with their spread, rows kept in git."""
+"""Measurement: variants interleaved in one process after a warm-up, medians with percentiles, rows stored in git."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with a + where files differ from it."""
+    """Return the measured commit, with a + if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def append(rows: list[dict[str, Any]], path: Path = ROWS) -> None:
-    """Add rows to the CSV, with what they were measured on."""
+    """Append rows to the CSV, with the device, the versions and the commit."""
     new = not path.exists()
     common = {
         "device": device_name(),
@@ -72,7 +72,7 @@ def quantiles(samples: list[float]) -> dict[str, float]:
 
 
 def time_steps(step: Callable[[], None], count: int) -> list[float]:
-    """Milliseconds of each of `count` steps run back to back, as training runs them: no waiting in between."""
+    """Return the milliseconds of each of `count` consecutive steps, without synchronising in between."""
     if not torch.cuda.is_available():
         moments = [time.perf_counter()]
         for _ in range(count):
@@ -92,7 +92,7 @@ Variant = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 
 def interleave(variants: dict[str, Variant], rounds: int, steps: int, warmup: int) -> dict[str, dict[str, float]]:
-    """Every variant for a few steps, then again from the first, `rounds` times over; per-step quantiles and peaks."""
+    """Run every variant for a few steps, `rounds` times in turn; return quantiles of the steps and peak memory."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, float] = {}
     for turn in range(rounds):
@@ -105,4 +105,4 @@ def interleave(variants: dict[str, Variant], rounds: int, steps: int, warmup: in
                 samples[name] += time_steps(step, steps)
                 if torch.cuda.is_available():
                     peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return {name: quantiles(each) | {"peak_gib": round(peaks.get(name, 0.0), 3)} for name, each in samples.items()}
+    return {name: quantiles(times) | {"peak_gib": round(peaks.get(name, 0.0), 3)} for name, times in samples.items()}

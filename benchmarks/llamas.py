@@ -1,4 +1,4 @@
-"""Llamas with random weights at the shapes of real models, with LoRA on all linear layers."""
+"""Llamas with random weights and the shapes of real models, with LoRA on all linear layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def base(shape: Shape, *, seed: int = 0) -> torch.nn.Module:
-    """The model without adapters: bf16 weights on the GPU."""
+    """Return the model without adapters: bf16 weights on the GPU."""
     config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
@@ -43,13 +43,13 @@ def base(shape: Shape, *, seed: int = 0) -> torch.nn.Module:
 def build(
     shape: Shape, *, checkpointing: bool = False, liger: bool = False, fused_loss: bool = True, seed: int = 0
 ) -> torch.nn.Module:
-    """A bf16 base with r = 8 adapters in float32, in training mode on the GPU.
+    """Return a bf16 base with r = 8 adapters in float32, in training mode on the GPU.
 
     Args:
         shape: the model's sizes.
         checkpointing: whether layers are recomputed in the backward pass.
         liger: whether Liger's kernels replace norms, rotary embedding and, with `fused_loss`, the loss.
-        fused_loss: False for CUDA graphs: Liger's fused loss reads a number back from the GPU.
+        fused_loss: False for CUDA graphs, because Liger's fused loss copies a number to the host.
         seed: of the random weights.
     """
     model = base(shape, seed=seed)

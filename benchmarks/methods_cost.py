@@ -1,9 +1,9 @@
-"""What does each method cost beside LoRA: time of a step, time of its start, peak memory?
+"""Costs of each method compared with LoRA: time of a step, time of its initialisation, peak memory.
 
 python benchmarks/methods_cost.py [--shape smollm2-135m] [--batch 4] [--length 1024] [--steps 12] [--only NAME …]
 
-One model after another in one process, each trained by the run's own `transformers.Trainer`; LoRA first and last, so
-that a drift of the machine shows.
+The models are trained one after another in one process, each by a run's `transformers.Trainer`; LoRA is first and last,
+which shows a drift of the machine's speed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nalora.runs.settings import RunSettings
 from nalora.training.batches import make_start
 from nalora.training.trainer import make_trainer
 
-# What is measured: a name for the row, the method, its settings. PiSSA's exact decomposition of an 8B model takes an
-# hour; its authors' fast one is what anybody would run.
+# (name of the row, method, settings). PiSSA's exact decomposition of an 8B model takes an hour, so its authors' fast
+# one is measured.
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("lora", "lora", {}),
     ("full", "full", {}),
@@ -53,7 +53,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 class StepTimes(TrainerCallback):
-    """Milliseconds of every optimizer step, the GPU waited for."""
+    """Records the milliseconds of every optimizer step, with the GPU synchronised."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -73,20 +73,20 @@ def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def measure(method: methods.Method, settings: RunSettings, shape: str, length: int, warmup: int) -> dict[str, Any]:
-    """Start and steps of one method on a model of its own."""
+    """Measure initialisation and steps of one method on a new model."""
     model = base(SHAPES[shape]).train()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, SHAPES[shape].vocabulary, (64 * settings.batch_size, length), generator=generator)
     dataset = RowDataset(list(tokens))
     passes: list[int] = []
 
-    def heard(what: str, done: int, total: int) -> None:
-        if what == "gradients":
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase == "gradients":
             passes.append(total)
 
     with tempfile.TemporaryDirectory() as folder:
         settings = dataclasses.replace(settings, output=folder)
-        start = make_start(settings, dataset, collate, torch.device("cuda"), Path(folder), heard)
+        start = make_start(settings, dataset, collate, torch.device("cuda"), Path(folder), progress)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
@@ -138,7 +138,7 @@ def described(result: dict[str, Any] | None) -> str:
 
 
 def rows(result: dict[str, Any] | None, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """The step, the start and its passes; a method that did not fit has no samples."""
+    """Return rows for the step, the start and its passes; a method that ran out of memory has no samples."""
     if result is None:
         return [{**common, "unit": "ms", "samples": 0}]
     units = {"ms": [result[q] for q in ("p20", "p50", "p80")], "start s": [result["start_s"]] * 3,
@@ -152,7 +152,7 @@ def rows(result: dict[str, Any] | None, common: dict[str, Any]) -> list[dict[str
 
 
 def attempt(measured: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """The result, None where the GPU's memory did not suffice; nothing of it stays."""
+    """Return the result, None if the GPU ran out of memory; free its memory."""
     result = None
     with contextlib.suppress(torch.cuda.OutOfMemoryError):
         result = measured()

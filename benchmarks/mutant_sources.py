@@ -1,8 +1,8 @@
-"""The mutants of a module: mutmut's operators, applied to every function whatever its decorators.
+"""The mutants of a module: mutmut's operators, applied to every function, decorated or not.
 
-mutmut itself leaves decorated functions out, because it selects a mutant inside a running process through wrappers.
-Here that would be everything below `@torch.no_grad()`: the decision of a step and its application. So a mutant is the
-text of a whole module, which a fresh process imports in place of the file.
+mutmut itself skips decorated functions, because it selects a mutant inside a running process through wrappers. Here it
+would skip all functions with `@torch.no_grad()`: the decision of a step and its application. So a mutant is the text of
+a whole module, which a new process imports instead of the file.
 """
 
 from __future__ import annotations
@@ -16,21 +16,30 @@ import libcst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
-# What has no behaviour to test: types, imports, and the wording of errors, of which tests look for a part.
+# No behaviour to test: types, imports, and the wording of errors, of which tests match a part.
 _LEFT_OUT = (libcst.Annotation, libcst.Decorator, libcst.Import, libcst.ImportFrom)
 _DEVICE = re.compile(r"(,\s*)?(device\s*=\s*)?(\bNone|\b[\w.]*device)\b")
-_ERRORS = ("NALoRAError", "warn")
+_ERRORS = (
+    "NALoRAError",
+    "missing_package",
+    "missing_path",
+    "unknown_name",
+    "unusable",
+    "warn",
+    "wrong_kind",
+    "wrong_value",
+)
 
 
 class Mutant(NamedTuple):
     """One change to one module.
 
     Args:
-        file: of the module, below the repository's root.
-        number: among the module's mutants, in the order of the text.
-        first: line of the changed expression.
-        last: line of it.
-        change: what it was and what it is.
+        file: the module's path below the repository's root.
+        number: the index among the module's mutants, in the order of the text.
+        first: the first line of the changed expression.
+        last: its last line.
+        change: the expression before and after.
     """
 
     file: str
@@ -41,12 +50,12 @@ class Mutant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Short and stable as long as the module is not edited."""
+        """A short name, stable as long as the module is not edited."""
         return f"{self.file.removeprefix('src/nalora/').removesuffix('.py')}:{self.first}#{self.number}"
 
 
 def mutants(root: Path, file: str) -> Iterator[tuple[Mutant, str]]:
-    """Every mutant of a module with its text."""
+    """Yield every mutant of a module with its text."""
     module = libcst.parse_module((root / file).read_text(encoding="utf-8"))
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     places = wrapper.resolve(PositionProvider)
@@ -70,7 +79,7 @@ def mutants(root: Path, file: str) -> Iterator[tuple[Mutant, str]]:
 
 
 def _nodes(node: libcst.CSTNode, inside: bool) -> Iterator[libcst.CSTNode]:
-    """What may be changed: all of a function but its types, and constants of the module and its classes."""
+    """Yield the nodes to change: all of a function but its types, and constants of the module and its classes."""
     if isinstance(node, _LEFT_OUT) or _is_docstring(node) or _is_error(node) or _is_wording(node):
         return
     constant = isinstance(node, libcst.Assign | libcst.AnnAssign) and not inside
@@ -80,7 +89,7 @@ def _nodes(node: libcst.CSTNode, inside: bool) -> Iterator[libcst.CSTNode]:
         yield node
     inside = inside or isinstance(node, libcst.FunctionDef) or constant
     for child in node.children:
-        # Its name and its arguments' names are no behaviour; their defaults are.
+        # The names of functions and arguments are no behaviour; the arguments' defaults are.
         if not (isinstance(node, libcst.FunctionDef | libcst.Param | libcst.ClassDef) and child is node.name):
             yield from _nodes(child, inside)
 
@@ -90,7 +99,7 @@ def _is_docstring(node: libcst.CSTNode) -> bool:
 
 
 def _is_wording(node: libcst.CSTNode) -> bool:
-    """Whether it is a text for people: a title, a reason, part of a sentence. Names and keys have no spaces."""
+    """Return whether a string is text for users: a title, a reason, a sentence. Names and keys have no spaces."""
     texts = libcst.SimpleString | libcst.ConcatenatedString
     return isinstance(node, texts) and " " in str(node.evaluated_value or "")
 
@@ -104,13 +113,13 @@ def _is_error(node: libcst.CSTNode) -> bool:
 
 
 def _is_a_value(node: libcst.CSTNode) -> bool:
-    """Not a name for a type, such as Callable[[Tensor], Tensor] or TypeVar("Claim")."""
+    """Return False for the name of a type, such as Callable[[Tensor], Tensor] or TypeVar("Claim")."""
     value = getattr(node, "value", None)
     return not (value is None or isinstance(value, libcst.Subscript | libcst.BinaryOperation | libcst.Call))
 
 
 def _is_of_the_device(before: str, after: str) -> bool:
-    """Whether the change is only of where a tensor lives, which a machine without a GPU cannot notice."""
+    """Return whether only a tensor's device changes, which no test on a machine without a GPU can detect."""
     first, second = (re.sub(r",\s*\)", ")", _DEVICE.sub("", code)) for code in (before, after))
     return first == second
 

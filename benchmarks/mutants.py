@@ -1,13 +1,12 @@
-"""Mutation testing: which changes of the code no test notices.
+"""Mutation testing: find changes of the code that no test detects.
 
 python benchmarks/mutants.py                      # all mutants of the core, and a sample of the other modules
 python benchmarks/mutants.py equations control/decision   # all mutants of these modules
 python benchmarks/mutants.py --sample 50 control/observer --seed 1
 
-Each mutant runs in a process of its own that is forked from a warm one: PyTorch and Transformers are imported once, and
-nalora is imported from a copy with the changed module. It runs the tests that execute the changed line, the
-fastest first, until one fails. Which tests execute which line is measured at the start,
-once for each state of the code and of a file of tests.
+Each mutant runs in its own process, forked from one that has imported PyTorch and Transformers; nalora is imported from
+a copy with the changed module. It runs the tests that execute the changed line, fastest first, until one fails. Which
+tests execute which line is measured at the start, once for each state of the code and of a test file.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ OTHER_TESTS = (
     "tests/methods",
 )  # fmt: skip
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--hypothesis-seed=0", "--no-header")
-# A mutant that lives runs all tests of its line, up to so many seconds of them; one that hangs counts as noticed.
+# A surviving mutant runs all tests of its line, up to this many seconds; one that hangs counts as detected.
 SECONDS_OF_TESTS = 20.0
 FEWEST_TESTS = 5
 
 
 class _Timed:
-    """For pytest: how long each test takes, and which one the coverage is of."""
+    """A pytest plugin that records the time of each test and switches the context of the coverage."""
 
     def __init__(self, coverage: Any) -> None:
         self.coverage, self.seconds = coverage, collections.defaultdict[str, float](float)
@@ -58,19 +57,21 @@ class _Timed:
         self.coverage.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call":  # what a fixture costs is paid once, by whichever test comes first
+        if report.when == "call":  # without fixtures, whose cost is part of the first test that uses them
             self.seconds[report.nodeid] = report.duration
 
 
 def main() -> int:
-    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("modules", nargs="*", help="below src/nalora, without .py; all of the above by default")
-    given.add_argument("--sample", type=int, default=0, help="only so many mutants, drawn from all of these modules")
-    given.add_argument("--seed", type=int, default=0, help="of the sample")
-    given.add_argument("--only", default="", help="names of single mutants, separated by commas")
-    given.add_argument("--tests", nargs="+", help="the files of tests that may notice a mutant")
-    given.add_argument("--output", default="build/mutants.jsonl", help="one row for each mutant; known ones are kept")
-    options = given.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="paths below src/nalora, without .py (default: see above)")
+    parser.add_argument("--sample", type=int, default=0, help="number of mutants, drawn from all of these modules")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sample")
+    parser.add_argument("--only", default="", help="names of mutants, separated by commas")
+    parser.add_argument("--tests", nargs="+", help="the test files to run")
+    parser.add_argument(
+        "--output", default="build/mutants.jsonl", help="one row for each mutant; existing rows are reused"
+    )
+    options = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     files = _files(options.modules or [*CORE, *SAMPLED])
@@ -79,13 +80,13 @@ def main() -> int:
     covering = _covering(_files([*CORE, *SAMPLED]), [file for test in tests for file in _test_files(test)])
     chosen: list[tuple[Mutant, str]] = []
     if options.modules:
-        chosen = _drawn([each for file in files for each in mutants(ROOT, file)], options.sample, options.seed)
+        chosen = _drawn([mutant for file in files for mutant in mutants(ROOT, file)], options.sample, options.seed)
     else:
-        chosen = [each for file in _files(list(CORE)) for each in mutants(ROOT, file)]
-        others = [each for file in _files(list(SAMPLED)) for each in mutants(ROOT, file)]
+        chosen = [mutant for file in _files(list(CORE)) for mutant in mutants(ROOT, file)]
+        others = [mutant for file in _files(list(SAMPLED)) for mutant in mutants(ROOT, file)]
         chosen += _drawn(others, options.sample or 300, options.seed)
     if options.only:
-        chosen = [each for each in chosen if each[0].name in options.only.split(",")]
+        chosen = [pair for pair in chosen if pair[0].name in options.only.split(",")]
     output = ROOT / options.output
     output.parent.mkdir(parents=True, exist_ok=True)
     known = _known(output)
@@ -106,9 +107,9 @@ def main() -> int:
 
 
 def _files(modules: list[str]) -> list[str]:
-    found = [sorted((ROOT / "src" / "nalora").glob(f"{module}.py")) for module in modules]
-    assert all(found), f"no such module among {modules}"
-    return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.name != "__init__.py"]
+    matches = [sorted((ROOT / "src" / "nalora").glob(f"{module}.py")) for module in modules]
+    assert all(matches), f"no such module among {modules}"
+    return [str(path.relative_to(ROOT)) for paths in matches for path in paths if path.name != "__init__.py"]
 
 
 def _test_files(place: str) -> list[str]:
@@ -116,11 +117,11 @@ def _test_files(place: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py"))] if path.is_dir() else [place]
 
 
-def _drawn(found: list[tuple[Mutant, str]], count: int, seed: int) -> list[tuple[Mutant, str]]:
-    if not count or count >= len(found):
-        return found
-    places = sorted(random.Random(seed).sample(range(len(found)), count))
-    return [found[place] for place in places]
+def _drawn(candidates: list[tuple[Mutant, str]], count: int, seed: int) -> list[tuple[Mutant, str]]:
+    if not count or count >= len(candidates):
+        return candidates
+    places = sorted(random.Random(seed).sample(range(len(candidates)), count))
+    return [candidates[place] for place in places]
 
 
 def _known(output: Path) -> dict[str, dict[str, Any]]:
@@ -129,7 +130,7 @@ def _known(output: Path) -> dict[str, dict[str, Any]]:
 
 
 class _Covering:
-    """Which tests execute which line, how long each takes, and what they import."""
+    """Records which tests execute which line, the time of each test, and the modules they import."""
 
     def __init__(self) -> None:
         self.lines: dict[str, dict[str, set[str]]] = {}
@@ -137,7 +138,7 @@ class _Covering:
         self.imports: list[str] = []
 
     def add(self, lines: dict[str, dict[str, list[str]]], seconds: dict[str, float], imports: list[str]) -> None:
-        """What was measured of one file of tests."""
+        """Add the measurements of one test file."""
         self.seconds |= seconds
         self.imports += [name for name in imports if name not in self.imports]
         for file, by_line in lines.items():
@@ -145,11 +146,11 @@ class _Covering:
                 self.lines.setdefault(file, {}).setdefault(line, set()).update(filter(None, tests))
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests of the mutant's lines, the fastest first; those of the whole module where there are few."""
+        """Return the tests of the mutant's lines, fastest first, and those of the whole module if there are few."""
         by_line = self.lines.get(mutant.file, {})
         own = {test for line in range(mutant.first, mutant.last + 1) for test in by_line.get(str(line), ())}
         chosen = self._fastest(own)
-        if len(own) < FEWEST_TESTS:  # also what is executed once, when the module is imported or a cache is filled
+        if len(own) < FEWEST_TESTS:  # lines may be executed only once, when the module is imported or a cache is filled
             package = Path(mutant.file).parent.name
             of_package = {test for test in self.seconds if f"/test_{package}.py::" in test}
             chosen += self._fastest(({test for tests in by_line.values() for test in tests} | of_package) - own)
@@ -166,23 +167,23 @@ class _Covering:
 
 
 def _covering(files: list[str], tests: list[str]) -> _Covering:
-    """Measured in child processes, since this one must not import what will be changed; once for each state of them."""
+    """Measure in child processes, since this one must not import the modules to change; reuse stored measurements."""
     code = b"".join(path.read_bytes() for path in sorted((ROOT / "src").rglob("*.py")))
-    found = _Covering()
+    covering = _Covering()
     (ROOT / "build").mkdir(exist_ok=True)
     for test in tests:
         state = hashlib.sha256(code + (ROOT / test).read_bytes() + " ".join(files).encode()).hexdigest()[:16]
-        kept = ROOT / "build" / f"covering-{state}.json"
-        if not kept.is_file():
+        stored = ROOT / "build" / f"covering-{state}.json"
+        if not stored.is_file():
             print(f"measuring which lines {test} executes", flush=True)
-            if os.waitstatus_to_exitcode(os.waitpid(_measure(files, test, kept), 0)[1]) != 0:
+            if os.waitstatus_to_exitcode(os.waitpid(_measure(files, test, stored), 0)[1]) != 0:
                 raise SystemExit(f"{test} fails without any mutant")
-        found.add(*json.loads(kept.read_text()))
-        _import_all(found.imports)
-    return found
+        covering.add(*json.loads(stored.read_text()))
+        _import_all(covering.imports)
+    return covering
 
 
-def _measure(files: list[str], test: str, kept: Path) -> int:
+def _measure(files: list[str], test: str, stored: Path) -> int:
     if child := os.fork():
         return child
     import coverage
@@ -199,30 +200,30 @@ def _measure(files: list[str], test: str, kept: Path) -> int:
     }
     imports = [name for name, module in sys.modules.items() if not _is_own(name, module)]
     if code in (0, 5):  # 5: all of its tests are slow
-        kept.write_text(json.dumps([lines, dict(timed.seconds), imports]))
+        stored.write_text(json.dumps([lines, dict(timed.seconds), imports]))
     os._exit(0 if code == 5 else int(code))
 
 
 def _is_own(name: str, module: ModuleType) -> bool:
-    """Whether it is of this repository; none of it may be imported before a mutant is in its place."""
+    """Return whether a module is of this repository: these must not be imported before a mutant replaces one."""
     places = tuple(str(ROOT / folder) + os.sep for folder in ("src", "tests", "benchmarks"))
     return name == "__main__" or (getattr(module, "__file__", None) or "").startswith(places)
 
 
 def _import_all(names: list[str]) -> None:
-    """Once for all mutants; what cannot be imported by its name is imported by each."""
-    devnull, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)
+    """Import modules once for all mutants; those that cannot be imported by name are imported by each mutant."""
+    devnull, stderr = os.open(os.devnull, os.O_WRONLY), os.dup(2)
     os.dup2(devnull, 2)
     for name in names:
         try:
             importlib.import_module(name)
         except BaseException:  # names in sys.modules need not be importable
             continue
-    os.dup2(kept, 2)
+    os.dup2(stderr, 2)
     os.close(devnull)
-    os.close(kept)
+    os.close(stderr)
     if any(name.partition(".")[0] == "nalora" for name in sys.modules):
-        raise SystemExit("a module that the tests import imports nalora, so that no mutant would be noticed")
+        raise SystemExit("a module that the tests import also imports nalora, so no mutant would be detected")
     import torch
 
     torch.set_num_threads(1)
@@ -240,7 +241,7 @@ def _outcome(mutant: Mutant, text: str, covering: _Covering) -> str:
             _run_tests(mutant, text, tests, int(limit))
         finally:
             os._exit(70)
-    latest = time.monotonic() + 3 * limit  # others use the processor as well
+    latest = time.monotonic() + 3 * limit  # other processes use the CPU as well
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -259,7 +260,7 @@ def _run_tests(mutant: Mutant, text: str, tests: list[str], limit: int) -> None:
     os.dup2(1, 2)
     import pytest
 
-    with tempfile.TemporaryDirectory() as place:  # a copy of the package, which the processes of tests import as well
+    with tempfile.TemporaryDirectory() as place:  # a copy of the package, which subprocesses of tests import too
         shutil.copytree(ROOT / "src" / "nalora", Path(place) / "nalora")
         (Path(place) / mutant.file.removeprefix("src/")).write_text(text, encoding="utf-8")
         sys.path[sys.path.index(str(ROOT / "src"))] = place
@@ -268,17 +269,17 @@ def _run_tests(mutant: Mutant, text: str, tests: list[str], limit: int) -> None:
 
 
 def _report(rows: list[dict[str, Any]]) -> int:
-    """The score of each module; 0 if every mutant was noticed."""
+    """Print the score of each module; return 0 if every mutant was detected."""
     by_file: dict[str, collections.Counter[str]] = {}
     for row in rows:
         by_file.setdefault(row["file"], collections.Counter())[row["outcome"]] += 1
-    lived = 0
+    survivors = 0
     for file, counts in by_file.items():
         total, alive = counts.total(), counts["survived"] + counts["no tests"]
-        lived += alive
-        print(f"{file}: {total - alive} of {total} noticed ({dict(counts)})")
-    print(f"{len(rows) - lived} of {len(rows)} noticed, {100 * (len(rows) - lived) / max(1, len(rows)):.1f} %")
-    return 1 if lived else 0
+        survivors += alive
+        print(f"{file}: {total - alive} of {total} detected ({dict(counts)})")
+    print(f"{len(rows) - survivors} of {len(rows)} detected, {100 * (len(rows) - survivors) / max(1, len(rows)):.1f} %")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":

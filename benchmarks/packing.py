@@ -1,9 +1,9 @@
-"""How many optimizer steps a second do several runs make that share one GPU?
+"""Optimizer steps per second of several runs that share one GPU.
 
 python benchmarks/packing.py STUDY.yaml [--beside 1 4 8 12] [--steps 60] [--label TEXT]
 
-Runs of the study's first arm, trained by the study's own workers; each worker's first run warms it up and is not
-counted. Steps of small models wait for Python, so runs beside each other cost little until the GPU is full.
+The runs are of the study's first arm, trained by the study's own workers; the first run of each worker is a warm-up and
+not counted. Steps of small models wait for Python, so concurrent runs cost little until the GPU is full.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--beside", type=int, nargs="+", default=[1, 4, 8, 12])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--label", help="what the rows call the setting")
+    parser.add_argument("--label", help="name of the setting in the rows")
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
     args = parser.parse_args()
     study = read(args.study)
     for count in args.beside:
         per_second, seconds = measure(study, count, args.steps)
-        print(f"{count} beside each other: {sum(per_second):.1f} steps/s together, {seconds:.0f} s", flush=True)
+        print(f"{count} concurrent runs: {sum(per_second):.1f} steps/s in total, {seconds:.0f} s", flush=True)
         row: dict[str, Any] = {"question": "packing", "setting": args.label or study.name,
                                "variant": f"{count} runs beside each other", "unit": "steps/s"}  # fmt: skip
         low, middle, high = (count * each for each in (min(per_second), statistics.median(per_second), max(per_second)))
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(study: Study, count: int, steps: int) -> tuple[list[float], float]:
-    """Steps a second of each of `count` runs that go on at the same time, and how long all of it took."""
+    """Return the steps per second of each of `count` concurrent runs, and the total time in seconds."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as store:
         engine = LocalEngine(workers=count)

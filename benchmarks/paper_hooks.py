@@ -1,4 +1,4 @@
-"""The paper's appendix read literally: forward hooks that compute the statistics, backward hooks that multiply."""
+"""A literal implementation of the paper's appendix: forward hooks compute the statistics, gradient hooks multiply."""
 
 from __future__ import annotations
 

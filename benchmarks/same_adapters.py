@@ -1,10 +1,10 @@
-"""Whether two commits train the same adapters, byte for byte: a check for changes that must not change any number.
+"""Check that two commits train the same adapters, byte for byte, for changes that must not change any number.
 
     python benchmarks/same_adapters.py BEFORE AFTER [--steps 20] [--model smollm2-135m]
 
 Each commit is checked out into a temporary git worktree and trains SmolLM2-135M on a small data set through the command
-line, one run at a time, on one CPU thread: LoRA, and NA-LoRA on gradients and on updates. One line per run says whether
-the files of the two adapters are identical. Exits with 1 if some are not, with 2 if a run fails.
+line, one run at a time, on one CPU thread: LoRA, and NA-LoRA on gradients and on updates. One line per run reports
+whether the files of the two adapters are identical. Exits with 1 if some are not, with 2 if a run fails.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Whether two commits train the same adapters, byte for byte.")
+    parser = argparse.ArgumentParser(description="Check that two commits train the same adapters, byte for byte.")
     parser.add_argument("before", metavar="BEFORE", help="a commit, tag or branch")
     parser.add_argument("after", metavar="AFTER", help="another one")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: 20)")
@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _write_task(place: Path, model: str, steps: int) -> None:
-    """The run's file, and a data set of 36 sentences in the files of SST-2."""
+    """Write the run's file, and a data set of 36 sentences in the format of SST-2."""
     (place / "sst2").mkdir()
     for split, verb in (("train", "is"), ("dev", "was")):
         rows = [f"the {subject} {verb} {word}\t{label}" for subject in SUBJECTS for word, label in QUALITIES]
@@ -94,7 +94,7 @@ def _write_task(place: Path, model: str, steps: int) -> None:
 
 @contextmanager
 def _checkout(commit: str, folder: Path) -> Iterator[None]:
-    """A worktree of that commit, removed at the end."""
+    """Add a worktree of a commit, and remove it at the end."""
     _git("worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:
         yield
@@ -103,7 +103,7 @@ def _checkout(commit: str, folder: Path) -> Iterator[None]:
 
 
 def _train(place: Path, side: str, title: str, settings: list[str]) -> Path:
-    """The folder of the adapter that one commit trains."""
+    """Train with one commit and return the adapter's folder."""
     output = place / "runs" / side / title.replace(", ", "-")
     source = str(place / side / "src")
     variables = {
@@ -123,7 +123,7 @@ def _train(place: Path, side: str, title: str, settings: list[str]) -> Path:
 
 
 def _compared(before: Path, after: Path) -> tuple[bool, str]:
-    """Whether both folders hold the same files with the same bytes, and a few words on it."""
+    """Return whether both folders contain the same files with the same bytes, and a description."""
     contents = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in (before, after)]
     names = sorted({*contents[0], *contents[1]})
     different = [name for name in names if contents[0].get(name) != contents[1].get(name)]

@@ -1,4 +1,4 @@
-"""How much faster is a small model, whose steps are launches more than arithmetic, with CUDA graphs and fused layers?
+"""Speed-up of a small model, whose launches take longer than its arithmetic, with CUDA graphs and fused layers.
 
 python benchmarks/small_model.py [--batch 32] [--length 320] [--rounds 3] [--steps 8]
 """
@@ -29,7 +29,7 @@ def main() -> None:
         torch.manual_seed(1)
         model = build(SHAPES["smollm2-135m"], liger=liger, fused_loss=False)
         if compiled_loss:
-            # The float32 copy of the logits is never written; Liger's fused loss would, but cannot be captured.
+            # Avoids the float32 copy of the logits, as Liger's fused loss does, which cannot be captured.
             base = model.get_base_model()
             base.loss_function = torch.compile(base.loss_function)
         return Training(model, args.batch, args.length, lr=1e-4)

@@ -1,4 +1,4 @@
-"""What share of the bandwidth of a copy does the statistics kernel reach, and how long do a decision and control take?
+"""Bandwidth of the statistics kernel relative to a copy, and the time of a decision with its control.
 
 python benchmarks/statistics_kernel.py
 """
@@ -24,7 +24,7 @@ QUANTILES = (0.2, 0.5, 0.8)
 
 
 def microseconds(run) -> dict[str, float]:
-    """Kernel time by events, with the cache cleared before every run."""
+    """Return the kernel time measured by events, with the cache cleared before every run."""
     p20, p50, p80 = triton.testing.do_bench(run, warmup=20, rep=200, quantiles=QUANTILES)
     return {"p20": round(1000 * p20, 2), "p50": round(1000 * p50, 2), "p80": round(1000 * p80, 2), "unit": "us"}
 

@@ -16,7 +16,7 @@ class Training:
     def __init__(self, model: torch.nn.Module, batch: int, length: int, lr: float = 1e-5) -> None:
         self.model = self.forward = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # A tensor and capturable: what a CUDA graph needs; the fused kernel is the same either way.
+        # CUDA graphs need a tensor and capturable; the fused kernel is the same without them.
         rate = torch.tensor(lr, device="cuda")
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True, capturable=True)
         vocabulary = model.config.vocab_size
@@ -24,7 +24,7 @@ class Training:
         self.controller: nalora.NALoRAController | None = None
         self.losses: list[torch.Tensor] = []
 
-    def learn(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def train_on(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             loss = self.forward(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
         loss.backward()
@@ -37,7 +37,7 @@ class Training:
         return loss.detach()
 
     def step(self) -> None:
-        self.losses.append(self.learn(self.batch))
+        self.losses.append(self.train_on(self.batch))
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[Callable[[], None]]:
@@ -60,13 +60,13 @@ class Training:
         return attached
 
     def graphed(self, variant, compiled: bool = False):
-        """The variant's step, replayed from a CUDA graph, of a compiled model where asked."""
+        """Return the variant's step replayed from a CUDA graph, of the compiled model if `compiled`."""
 
         @contextlib.contextmanager
         def captured() -> Iterator[Callable[[], None]]:
             with variant():
                 self.forward = torch.compile(self.model) if compiled else self.model
-                replay = GraphedStep(self.learn)
+                replay = GraphedStep(self.train_on)
                 yield lambda: self.losses.append(replay(self.batch))
                 self.forward = self.model
 

@@ -1,4 +1,4 @@
-"""How long is a training step, and how much memory does it take, for LoRA and NA-LoRA at the shapes of Llama-3.1-8B?
+"""Time and memory of a training step of LoRA and NA-LoRA at the shapes of Llama-3.1-8B.
 
 python benchmarks/training_step.py [--batch 4] [--length 1024] [--checkpointing] [--rounds 3] [--steps 8]
 """
@@ -17,7 +17,7 @@ from training import Training
 
 
 def matrix_products(shape: Shape, tokens: int, length: int) -> Callable[[], None]:
-    """The floor: every product of frozen weights and attention, forward and backward for x, and nothing else."""
+    """Return the lower limit: only the products of frozen weights and attention, forward and backward for x."""
     heads = shape.hidden // shape.heads
     sizes = [
         (shape.hidden, shape.hidden), (shape.key_value_heads * heads, shape.hidden),
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--only", nargs="*", help="the variants to measure, all without it")
+    parser.add_argument("--only", nargs="*", help="the variants to measure (default: all)")
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
     args = parser.parse_args()
 
@@ -74,7 +74,9 @@ def main() -> None:
     liger = Training(build(shape, checkpointing=args.checkpointing, liger=True), args.batch, args.length)
     with_liger = {"PEFT LoRA + Liger": liger.plain, "NA-LoRA, everything on": liger.ours(kernels="fused")}
     other = torch.cuda.memory_allocated() / 2**30 - resident
-    measured = {name: each for name, each in (variants | with_liger).items() if not args.only or name in args.only}
+    measured = {
+        name: variant for name, variant in (variants | with_liger).items() if not args.only or name in args.only
+    }
     results = harness.interleave(measured, args.rounds, args.steps, args.warmup)
     if not args.checkpointing:
         products = matrix_products(shape, args.batch * args.length, args.length)
