@@ -34,8 +34,8 @@ def test_it_is_sdpa(groups, shared, tokens, masked, scaling, seed):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_shared_keys_are_read_where_they_lie(monkeypatch):
-    """One token with a mask is not handed to transformers, which would copy them."""
+def test_shared_keys_are_not_copied(monkeypatch):
+    """One token with a mask is not passed to transformers, which would copy shared keys."""
     module = nn.Module()
     module.num_key_value_groups = 3
     query, key = torch.randn(2, 6, 1, 4), torch.randn(2, 2, 7, 4)
@@ -47,24 +47,24 @@ def test_shared_keys_are_read_where_they_lie(monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
-@pytest.mark.parametrize("way", [grouped_attention, unmasked_attention])
-def test_the_model_s_own_attention_comes_back(before, way):
+@pytest.mark.parametrize("context", [grouped_attention, unmasked_attention])
+def test_the_model_s_own_attention_is_restored(before, context):
     model = tiny.llama()
     inner = model.get_base_model()
     inner.set_attn_implementation(before)
-    with contextlib.suppress(ZeroDivisionError), way(model):
+    with contextlib.suppress(ZeroDivisionError), context(model):
         assert (inner.config._attn_implementation == before) == (before == "eager")
         raise ZeroDivisionError
     assert inner.config._attn_implementation == before
 
 
 def test_pads_on_the_right_need_no_mask():
-    """The same loss, gradients and gate statistics, of a batch whose rows are of unlike length."""
+    """Loss, gradients and gate statistics are the same for a batch with rows of different lengths."""
     ids = torch.randint(1, 60, (3, 12), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()
     batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    found = []
-    for way in (lambda model: contextlib.nullcontext(), unmasked_attention):
+    results = []
+    for context in (lambda model: contextlib.nullcontext(), unmasked_attention):
         model = tiny.llama(torch.float64).train()
         optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
         controller = nalora.attach(model, optimizer, NALoRAConfig())
@@ -73,14 +73,14 @@ def test_pads_on_the_right_need_no_mask():
         layer.register_forward_pre_hook(
             lambda _, args, options, seen=masks: seen.append(options["attention_mask"]), with_kwargs=True
         )
-        with way(model):
+        with context(model):
             loss = model(**batch).loss
             loss.backward()
         gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
         optimizer.step()
-        assert (masks[0] is None) == (way is unmasked_attention)
-        found.append((loss, gradients, controller.metrics()))
-    (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = found
+        assert (masks[0] is None) == (context is unmasked_attention)
+        results.append((loss, gradients, controller.metrics()))
+    (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = results
     torch.testing.assert_close(other_loss, loss, rtol=1e-12, atol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-9, atol=1e-14)

@@ -1,4 +1,4 @@
-"""A file's digest is read once for as long as the file stays as it is, and never for longer."""
+"""A file's digest is computed once as long as the file does not change."""
 
 from __future__ import annotations
 

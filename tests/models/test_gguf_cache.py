@@ -1,4 +1,4 @@
-"""GGUF files: treated as their header says, dequantised once by content, and loadable by everybody afterwards."""
+"""GGUF files follow their header, are dequantised once per content, and load in any library afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bos_and_eos_are_added_where_the_header_says_so(tmp_path, model, bos, eo
     assert not {BOS, EOS} & {*plain}
 
 
-def test_special_tokens_template_and_ends_are_the_header_s(file):
+def test_special_tokens_template_and_ends_come_from_the_header(file):
     loaded = load(ModelSpec(str(file), device="cpu"))
     tokenizer = loaded.processor
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (BOS, EOS, 0)
@@ -61,7 +61,7 @@ def test_special_tokens_template_and_ends_are_the_header_s(file):
     assert loaded.model.generation_config.eos_token_id == [EOS, EOT]
 
 
-def test_the_weights_are_the_file_s(file):
+def test_the_weights_are_those_of_the_file(file):
     model = load(ModelSpec(str(file), device="cpu")).model
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     for theirs, ours in (("ffn_gate", "gate_proj"), ("ffn_up", "up_proj"), ("ffn_down", "down_proj")):
@@ -71,9 +71,9 @@ def test_the_weights_are_the_file_s(file):
 
 
 def test_it_is_dequantised_once_for_each_content(file, tmp_path, monkeypatch, capsys):
-    made = []
-    whole = gguf_cache._dequantise
-    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    calls = []
+    dequantise = gguf_cache._dequantise
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *args: (calls.append(args[0]), dequantise(*args)))
     first = dense_folder(file)
     assert capsys.readouterr().err.count("dequantising model.gguf once") == 1
     assert dense_folder(file) == first == local_source(ModelSpec(str(file)))
@@ -82,30 +82,30 @@ def test_it_is_dequantised_once_for_each_content(file, tmp_path, monkeypatch, ca
     (tmp_path / "other").mkdir()
     copy = shutil.copy(file, tmp_path / "other")
     assert dense_folder(type(file)(copy)) == first
-    assert len(made) == 1
+    assert len(calls) == 1
     other = write_llama(tmp_path / "model.gguf", seed=1)
     assert dense_folder(other) != first
-    assert len(made) == 2
+    assert len(calls) == 2
 
 
 def test_a_damaged_copy_is_made_again_and_foreign_files_stay(file):
     folder = dense_folder(file)
-    before = {each.name: each.read_bytes() for each in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = bytearray(before["model.safetensors"])
     content[-1] ^= 1
     (folder / "model.safetensors").write_bytes(content)
     (folder / "notes.md").write_text("mine")
     assert dense_folder(file) == folder
-    after = {each.name: each.read_bytes() for each in folder.iterdir()}
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
     manifest = gguf_cache._MANIFEST
     assert {**after, manifest: b""} == {**before, manifest: b"", "notes.md": b"mine"}
 
 
 def test_a_cache_that_was_copied_is_still_whole(file, monkeypatch):
     folder = dense_folder(file)
-    for each in folder.iterdir():
-        os.utime(each, (1, 1))
-    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: pytest.fail("made again"))
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *_: pytest.fail("made again"))
     assert dense_folder(file) == folder
 
 
@@ -115,7 +115,7 @@ def test_a_folder_of_others_in_its_place_is_refused(file):
     (folder / "config.json").write_text("mine")
     with pytest.raises(nalora.NALoRAError, match="move that folder elsewhere"):
         dense_folder(file)
-    assert [each.name for each in folder.iterdir()] == ["config.json"]
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
 def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monkeypatch):
@@ -127,8 +127,8 @@ def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monk
         patched.setattr(gguf_cache, "_dequantise", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dense_folder(file)
-    assert [each.name for each in cache.iterdir() if each.is_dir()] == []
-    # A kill leaves its half; whoever comes next clears it away.
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == []
+    # A killed process leaves an unfinished folder; the next one removes it.
     left = cache / f"{gguf_cache._prefix(gguf_cache.cached_folder(file))}killed"
     left.mkdir()
     assert dense_folder(file).is_dir()
@@ -136,21 +136,21 @@ def test_an_interrupted_first_time_leaves_nothing_that_is_used(file, cache, monk
 
 
 def test_several_at_once_make_it_once(file, cache, monkeypatch):
-    made = []
-    whole = gguf_cache._dequantise
-    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *given: (made.append(given[0]), whole(*given)))
+    calls = []
+    dequantise = gguf_cache._dequantise
+    monkeypatch.setattr(gguf_cache, "_dequantise", lambda *args: (calls.append(args[0]), dequantise(*args)))
     with ThreadPoolExecutor(4) as threads:
         folders = set(threads.map(dense_folder, [file] * 4))
-    assert (folders, len(made)) == ({gguf_cache.cached_folder(file)}, 1)
-    assert [each.name for each in cache.iterdir() if each.is_dir()] == [folders.pop().name]
+    assert (folders, len(calls)) == ({gguf_cache.cached_folder(file)}, 1)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [folders.pop().name]
 
 
 @pytest.mark.slow
 def test_several_processes_make_it_once(file, cache):
     code = (
-        "import sys, pathlib; from nalora.models import gguf_cache as d; whole = d._dequantise\n"
-        "d._dequantise = lambda *given: (print('made', flush=True), whole(*given))\n"
-        "print(d.dense_folder(pathlib.Path(sys.argv[1])), flush=True)"
+        "import sys, pathlib; from nalora.models import gguf_cache as g; dequantise = g._dequantise\n"
+        "g._dequantise = lambda *args: (print('made', flush=True), dequantise(*args))\n"
+        "print(g.dense_folder(pathlib.Path(sys.argv[1])), flush=True)"
     )
     jobs = [subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     lines = [line for job in jobs for line in job.communicate(timeout=120)[0].splitlines()]
@@ -167,7 +167,7 @@ def test_without_room_or_package_nothing_is_made(file, cache, monkeypatch):
         patched.setattr(gguf_cache.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(nalora.NALoRAError, match="pip install gguf"):
             dense_folder(file)
-    assert not [each for each in cache.iterdir() if each.is_dir()]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(file, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A GGUF file's header is read without its weights, and a file that is not whole is refused in one sentence."""
+"""A GGUF file's header is read without its weights, and an incomplete file is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_single_values_are_those_of_the_package_that_wrote_them(file):
     assert (header.adds("bos"), header.adds("eos"), header.token_id("sep")) == (True, False, None)
 
 
-def test_the_size_and_the_number_of_weights_are_the_file_s(file, tmp_path):
+def test_the_size_and_the_number_of_weights_are_those_of_the_file(file, tmp_path):
     for path in (file, write_llama(tmp_path / "q8.gguf", quantised=True)):
         header = read_header(path)
         assert header.weights == sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
-        # Writers pad behind the last tensor up to the alignment.
+        # Writers pad the last tensor to the alignment.
         assert 0 <= path.stat().st_size - header.size < 32
 
 

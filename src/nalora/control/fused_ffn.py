@@ -20,7 +20,7 @@ from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
 from nalora.kernels.statistics.triton_activations import number_and_limit
-from nalora.kernels.statistics.triton_sums import as_bytes
+from nalora.kernels.statistics.triton_engine import as_bytes
 
 
 def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver]) -> list[Callable[[], None]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nalora.kernels.statistics.sums import Sums
 from nalora.kernels.statistics.triton_activations import phi_and_derivative
-from nalora.kernels.statistics.triton_sums import (
+from nalora.kernels.statistics.triton_engine import (
     Tile,
     add,
     add_to_part,

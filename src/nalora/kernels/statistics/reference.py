@@ -32,13 +32,14 @@ def accumulate(
         mask: which tokens count, boolean, shape z.shape[:-1].
     """
     z, u, mask = flatten(z, u, mask)
-    if mask is not None and z.device.type == "cpu":
+    if mask is not None and _on_host(z):
         # On a CPU nothing is asynchronous: selecting the real tokens is cheaper than computing all with a mask.
         z, u, mask = z[mask], None if u is None else u[mask], None
     size = max(1, (_GPU_ELEMENTS if z.is_cuda else _CPU_ELEMENTS) // z.shape[-1])
     for start in range(0, z.shape[0], size):
         part = slice(start, start + size)
-        _accumulate_part(sums, activation, bounds, *(None if t is None else t[part] for t in (z, u, mask)))
+        rest = (None if tensor is None else tensor[part] for tensor in (u, mask))
+        _accumulate_part(sums, activation, bounds, z[part], *rest)
 
 
 def _accumulate_part(
@@ -73,3 +74,7 @@ def _as_ones(comparison: Callable[..., Tensor], z: Tensor, threshold: float) -> 
     On a CPU this takes two thirds of the time of booleans and their sum. It is exact: fewer than 2²⁴ are summed.
     """
     return comparison(z, threshold, out=torch.empty_like(z))
+
+
+def _on_host(z: Tensor) -> bool:
+    return z.device.type == "cpu"

@@ -61,5 +61,5 @@ class Sums(NamedTuple):
 
 def flatten(z: Tensor, u: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return z and u with shape [tokens, width] and the mask with shape [tokens]."""
-    rows = [None if tensor is None else tensor.reshape(-1, z.shape[-1]) for tensor in (z, u)]
-    return rows[0], rows[1], None if mask is None else mask.reshape(-1)
+    u = None if u is None else u.reshape(-1, z.shape[-1])
+    return z.reshape(-1, z.shape[-1]), u, None if mask is None else mask.reshape(-1)
