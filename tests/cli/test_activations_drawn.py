@@ -1,4 +1,4 @@
-"""`nalora activations`: the table of those asked for, and their drawings."""
+"""`nalora activations`: the table and the plots."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_a_custom_activation_is_listed_with_its_points_and_drawn(activations, tm
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [("sillu", "did you mean silu"), ("torch:logsumexp", "elementwise"), ("none.py:f", "no such file")],
 )
-def test_a_mistake_is_one_line(activations, name, said):
+def test_a_mistake_is_one_line(activations, name, expected):
     code, out, err = activations(name)
     assert (code, out) == (2, "")
-    assert said in err
+    assert expected in err
     assert len(err.splitlines()) == 1

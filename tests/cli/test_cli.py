@@ -127,7 +127,7 @@ def test_refused_adapters_are_named_with_the_reason(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--target-modules", "q_proj,v_proj"], "none of them in an FFN"),
         (["--target-modules", "nothing"], "no layer called nothing"),
@@ -138,20 +138,20 @@ def test_refused_adapters_are_named_with_the_reason(run, tmp_path):
         (["--colour", "green"], "--colour"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_exit_code_2(run, llama, arguments, said):
+def test_a_wrong_option_is_one_line_and_exit_code_2(run, llama, arguments, expected):
     code, out, err = run("inspect", llama, *arguments)
     assert (code, out) == (2, "")
-    assert said in one_line(err)
+    assert expected in one_line(err)
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "no such file"), ("{", "JSON"), ('{"a": 1}', "model_type")])
-def test_a_wrong_model_is_one_line_and_exit_code_2(run, tmp_path, content, said):
+@pytest.mark.parametrize(("content", "expected"), [(None, "no such file"), ("{", "JSON"), ('{"a": 1}', "model_type")])
+def test_a_wrong_model_is_one_line_and_exit_code_2(run, tmp_path, content, expected):
     file = tmp_path / "config.json"
     if content:
         file.write_text(content)
     code, out, err = run("inspect", str(file))
     assert (code, out) == (2, "")
-    assert said in one_line(err)
+    assert expected in one_line(err)
 
 
 def test_a_missing_model_and_an_unknown_command(run):
@@ -173,15 +173,15 @@ def test_activations(run):
 
 @pytest.mark.parametrize(("finished", "code"), [(True, 0), (False, 130)])
 def test_demo_passes_its_options_on(run, monkeypatch, tmp_path, finished, code):
-    asked = {}
+    passed = {}
 
     def noted(console: Console, **options):
-        asked.update(options)
+        passed.update(options)
         return finished
 
     monkeypatch.setattr(demo, "run", noted)
     assert run("demo", "--steps", "3", "--seed", "7", "--output", str(tmp_path))[0] == code
-    assert asked == {"settings": ["steps=3", "seed=7"], "folder": tmp_path}
+    assert passed == {"settings": ["steps=3", "seed=7"], "folder": tmp_path}
 
 
 _WITH_PEAK_MEMORY = """

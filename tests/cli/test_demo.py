@@ -33,10 +33,10 @@ def run(folder, settings) -> tuple[bool, str]:
 
 
 def test_three_arms_are_compared_with_intervals(tmp_path, settings):
-    finished, said = run(tmp_path, settings)
+    finished, printed = run(tmp_path, settings)
     assert finished
     for part in ("before", "LoRA", "NA-LoRA, gradient space", "NA-LoRA, update space", "%", "…", "one seed"):
-        assert part in said
+        assert part in printed
     results = json.loads((tmp_path / "result.json").read_text())
     assert [each["arm"]["name"] for each in results] == [arm.name for arm in demo.ARMS]
     assert results[0]["gates"] == {}
@@ -46,14 +46,14 @@ def test_three_arms_are_compared_with_intervals(tmp_path, settings):
         json.loads((tmp_path / arm.name / "metrics.jsonl").read_text().splitlines()[0])["loss"] for arm in demo.ARMS
     ]
     assert losses[0] == losses[1] == losses[2]
-    assert not list((tmp_path / "na-lora-update").rglob("base-*")), "the base model is asked once"
-    assert "report.html" in said
+    assert not list((tmp_path / "na-lora-update").rglob("base-*")), "the base model is evaluated once"
+    assert "report.html" in printed
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(arm.name in page for arm in demo.ARMS)
     assert all((tmp_path / arm.name / "diagnosis.json").is_file() for arm in demo.ARMS)
 
 
-def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(tmp_path, settings, monkeypatch):
+def test_ctrl_c_keeps_what_is_finished_and_the_next_call_continues(tmp_path, settings, monkeypatch):
     train = demo.train
     trained = []
 
@@ -65,9 +65,9 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_goes_on(tmp_path, setti
 
     with monkeypatch.context() as patched:
         patched.setattr(demo, "train", interrupted)
-        finished, said = run(tmp_path, settings)
+        finished, printed = run(tmp_path, settings)
     assert not finished
-    assert "continues from here" in said
-    assert "NA-LoRA, update space" not in said
+    assert "continues from here" in printed
+    assert "NA-LoRA, update space" not in printed
     assert not (tmp_path / "result.json").exists()
     assert run(tmp_path, settings)[0]

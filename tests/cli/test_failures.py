@@ -1,4 +1,4 @@
-"""What the machine refuses is one sentence; what is a fault of the program keeps its traceback."""
+"""Errors of the machine are one sentence; bugs keep their traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nalora.errors import NALoRAError
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"), "runs/x: found that the disk is full"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0"), "disk: found that the disk is full"),
@@ -28,9 +28,9 @@ from nalora.errors import NALoRAError
         (OSError("a library's own words"), None),
     ],
 )
-def test_errors_in_words(error, said):
-    found = message_of(error)
-    assert found is None if said is None else said in found
+def test_messages(error, expected):
+    message = message_of(error)
+    assert message is None if expected is None else expected in message
 
 
 ON_A_SMALL_DISK = """
@@ -45,7 +45,7 @@ echo "code $?"
 
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
-    reason="nobody but root may mount a file system here",
+    reason="mounting a file system needs root or user namespaces",
 )
 @pytest.mark.parametrize(
     ("size", "resume"),

@@ -47,7 +47,7 @@ def place(tmp_path, monkeypatch):
 
 
 def refused(run, place, *arguments, works: bool = False) -> str:
-    """What the command says: one sentence, and no file that was not there; if it may work, nothing where it does."""
+    """The command's error: one sentence, with no file changed; empty if the command may work and does."""
     before = contents(place)
     code, _, err = run(*arguments)
     if works and code == 0:
@@ -66,7 +66,7 @@ def contents(place) -> dict[Path, bytes]:
 
 
 def text_of(values: dict, form: str) -> bytes:
-    """A file that says so, perhaps spoilt."""
+    """The content of a file with these values, possibly damaged."""
     text = yaml.safe_dump(values, allow_unicode=True)
     spoilt = {"twice": text + "model: again\nmodel: again\n", "cut": text[: len(text) // 2], "nul": text + 'a: "\\0"\n'}
     return b"\xff" + text.encode() if form == "latin" else spoilt.get(form, text).encode("utf-8", "replace")

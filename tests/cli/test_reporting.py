@@ -1,4 +1,4 @@
-"""`nalora report`: where the page goes, what is said on the way, and what is refused."""
+"""`nalora report`: where the page is written, what is printed, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_path_is_printed(report, tmp_path):
     assert (folder / "report.html").stat().st_size > 1e6
 
 
-def test_several_runs_share_a_page_beside_them(report, tmp_path):
+def test_several_runs_share_a_page_in_their_common_folder(report, tmp_path):
     one, two = write_run(tmp_path, name="one"), write_run(tmp_path, name="two")
     assert report(str(one), str(two))[0] == 0
     text = (tmp_path / "report.html").read_text()

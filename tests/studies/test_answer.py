@@ -131,8 +131,8 @@ def test_what_diverged_makes_nothing_easier_to_claim_of_the_rest():
 def test_with_a_baseline_that_diverged_nothing_is_compared(diverged):
     part = of_losses({"lora": [math.inf] * diverged + [1.0] * (3 - diverged), "dora": [0.5, 0.6, 0.7]})
     assert "test loss" not in part.comparisons
-    told = f"lora diverged with {diverged} of 3 seeds: dora not compared with lora by test loss."
-    assert told in part.sentences
+    sentence = f"lora diverged with {diverged} of 3 seeds: dora not compared with lora by test loss."
+    assert sentence in part.sentences
 
 
 def test_of_two_that_diverged_both_are_named():

@@ -1,4 +1,4 @@
-"""A study is conducted to its end whatever happens on the way: kills, failures, a full disk."""
+"""A study is completed despite kills, failures and a full disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(progress):
     return {key: (result.losses, result.measures) for key, result in sorted(progress.results.items())}
 
 
-def test_a_study_comes_to_its_end_and_is_never_repeated(tmp_path):
+def test_a_study_is_completed_and_never_repeated(tmp_path):
     first, again = Instantly(), Instantly()
     progress = conduct(dummies.study(), tmp_path, first)
     assert len(progress.results) == progress.total == 6 + 4
@@ -47,7 +47,7 @@ def test_a_larger_study_only_does_what_is_new(tmp_path):
     assert len(more.submitted) == 4
 
 
-def test_what_was_asked_in_part_is_known_so_far_and_still_to_be_done(tmp_path):
+def test_partly_evaluated_runs_are_known_so_far_and_still_to_be_done(tmp_path):
     conduct(dummies.study(generate="none"), tmp_path, Instantly())
     known = so_far(dummies.study(), tmp_path)
     finals = [job for cell in known.schedule.cells for job in known.schedule.final(cell, dummies.BEST[cell.arm.name])]
@@ -106,7 +106,7 @@ def test_failed_runs_are_listed_and_do_not_stop_the_rest(tmp_path):
     assert again.submitted == [], "not tried for ever"
 
 
-def test_failures_of_what_the_study_has_no_more_are_not_told(tmp_path):
+def test_failures_of_removed_arms_and_rates_are_not_listed(tmp_path):
     both = {"lora": {"method": "lora"}, "full": {"method": "full"}}
     assert len(conduct(dummies.study(arms=both), tmp_path, Attempting()).failed) == 3
     assert len(so_far(dummies.study(arms=both, learning_rates=[1e-4, 1e-3]), tmp_path).failed) == 2
@@ -118,7 +118,7 @@ def test_failures_of_what_the_study_has_no_more_are_not_told(tmp_path):
     assert len(so_far(dummies.study(arms=both), tmp_path).failed) == 3, "they are known when it is back"
 
 
-def test_a_run_whose_process_was_told_to_end_is_open_at_the_next_start(tmp_path):
+def test_a_run_whose_process_was_terminated_is_open_at_the_next_start(tmp_path):
     """Of each arm it is the run with the best rate, without which another rate would be chosen."""
     with pytest.raises(nalora.NALoRAError, match=r"2 runs whose process was terminated"):
         conduct(dummies.study(), tmp_path, LocalEngine(2, do=stop_the_best_once))
@@ -155,7 +155,7 @@ def die_with_one_seed(job):
 
 
 @pytest.mark.slow
-def test_runs_that_do_not_fit_beside_each_other_are_done_beside_fewer(tmp_path):
+def test_runs_that_do_not_fit_on_one_gpu_are_done_with_fewer_at_a_time(tmp_path):
     (tmp_path / "fit").write_text("1")
     engine = LocalEngine(3, do=share_a_small_gpu)
     progress = conduct(dummies.study(), tmp_path, engine)
@@ -210,7 +210,7 @@ def wrapped():
 
 @pytest.mark.parametrize("how", ["ENOSPC", "EDQUOT", "wrapped", "safetensors", "log"])
 def test_a_run_that_finds_the_disk_full_has_not_failed(tmp_path, monkeypatch, how):
-    """The run with the best rate, without which another rate would be chosen; what runs beside it ends."""
+    """The run with the best rate, without which another rate would be chosen; other running runs finish."""
     full = tmp_path / "full"
 
     def fill(job):
@@ -296,7 +296,7 @@ print(sorted(progress.results), {*progress.failed.values()})
 @pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Urm", "true"], capture_output=True, check=False).returncode != 0,
-    reason="nobody but root may mount a file system here",
+    reason="mounting a file system needs root or user namespaces",
 )
 def test_a_real_disk_that_is_really_full(tmp_path):
     code = ["unshare", "-Urm", sys.executable, "-c", ON_A_SMALL_DISK]

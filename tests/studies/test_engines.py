@@ -1,4 +1,4 @@
-"""What every engine's workers keep to: one process at a run, and no blame for a process that was told to end."""
+"""Workers of every engine: one process at a time works on a run, and a terminated process is not a failed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(tmp_path):
     return Schedule(dummies.study(), str(tmp_path)).open_jobs({}, {})[0]
 
 
-def test_a_run_that_another_process_is_at_waits_for_it(job):
+def test_a_job_waits_for_another_process_that_works_on_the_same_run(job):
     engine = LocalEngine(1, do=dummies.pretend)
     try:
         with log_of(job).open("ab") as another:
@@ -46,7 +46,7 @@ def test_a_run_that_another_process_is_at_waits_for_it(job):
         engine.close()
 
 
-def test_a_process_that_was_told_to_end_does_so_and_the_run_is_not_called_a_failure(job):
+def test_a_terminated_process_ends_and_the_run_has_not_failed(job):
     def stopped(job):
         raise Interrupted("stopped after step 3")
 
@@ -54,7 +54,7 @@ def test_a_process_that_was_told_to_end_does_so_and_the_run_is_not_called_a_fail
         attempt(job, stopped)
 
 
-def test_a_log_that_cannot_be_written_is_told_and_the_process_lives(job):
+def test_a_log_that_cannot_be_written_is_an_error_and_the_process_continues(job):
     log_of(job).symlink_to("/dev/full")
     assert attempt(job, lambda job: os.write(1, b"a word")).startswith("the disk is full (OSError")
     log_of(job).unlink()
@@ -100,7 +100,7 @@ def test_a_worker_sees_its_gpu_alone(job, two_gpus, monkeypatch):
 
 
 class Obedient:
-    """A worker without a process, which answers what it is told to."""
+    """A worker without a process, whose replies the test sends."""
 
     def __init__(self, gpu, do):
         self.gpu, self.job, self.stopped = gpu, None, False
@@ -146,13 +146,13 @@ def test_a_place_is_given_up_on_the_gpu_that_was_too_small(two_gpus, workers):
     assert [worker.gpu for worker in workers if worker.stopped] == ["1"]
 
 
-def test_alone_on_its_gpu_a_run_has_itself_to_blame(two_gpus, workers):
+def test_a_run_that_has_the_gpu_for_itself_is_not_tried_again(two_gpus, workers):
     engine = LocalEngine(per_gpu=1)
     assert out_of_memory(engine, workers, "one", "two") == []
     assert engine._gpus == ["0", "1"]
 
 
-def test_all_that_were_beside_each_other_are_tried_again(workers):
+def test_all_runs_that_shared_a_gpu_are_tried_again(workers):
     engine = LocalEngine(3)
     assert sorted(out_of_memory(engine, workers, "a", "b", "c")) == ["a", "b", "c"]
     assert len(engine._gpus) == 2
@@ -186,19 +186,19 @@ def test_after_a_lost_gpu_the_next_run_has_a_process_of_its_own(tmp_path):
     assert who[0] != who[1] == who[2]
 
 
-def save_when_told(job):
+def save_when_terminated(job):
     """As a training run does: at SIGTERM it saves where it is."""
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(True))
     log_of(job).with_suffix(".begun").touch()
-    while not told:
+    while not signals:
         time.sleep(0.01)
     log_of(job).with_suffix(".saved").touch()
     raise Interrupted("stopped after step 3")
 
 
 def test_closing_lets_runs_save_where_they_are(job):
-    engine = LocalEngine(1, do=save_when_told)
+    engine = LocalEngine(1, do=save_when_terminated)
     engine.submit(job)
     while not log_of(job).with_suffix(".begun").exists():
         assert engine.wait(0.05) == []

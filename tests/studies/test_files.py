@@ -1,4 +1,4 @@
-"""Every study that comes with the project can start, and its opening says truly how and how much."""
+"""Every packaged study can start, and its opening comment has the right command, number of runs and cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opening(file) -> list[str]:
 
 
 def commands(file) -> list[str]:
-    """What the opening tells a reader to type; a line of its own, in a loop, or between `…`."""
+    """The commands in the opening comment: on a separate line, in a loop, or between backticks."""
     found = re.findall(r"(?:^|do |`)(nalora [^`;\n]+)", "\n".join(opening(file)), flags=re.MULTILINE)
     return [each.strip() for each in found]
 
@@ -59,16 +59,16 @@ def test_each_of_its_runs_can_start(file):
 
 @by_name
 def test_it_opens_with_commands_that_the_command_line_has(file):
-    told = commands(file)
-    assert shlex.split(told[0])[:3] == ["nalora", "study", file.stem]
+    lines = commands(file)
+    assert shlex.split(lines[0])[:3] == ["nalora", "study", file.stem]
     known = typer.main.get_command(app).commands
-    for command in told:
+    for command in lines:
         _, name, *arguments = shlex.split(command)
         known[name].make_context(name, arguments)
 
 
 @by_name
-def test_it_says_what_it_asks_its_number_of_runs_and_its_cost_on_named_hardware(file):
+def test_it_states_its_question_its_number_of_runs_and_its_cost_on_named_hardware(file):
     text = " ".join(opening(file))
     assert "Question: " in text
     (runs,) = re.findall(r"Runs: (\d+) ", text)
@@ -126,10 +126,10 @@ def test_a_third_of_the_ranks_runs_are_table_1_s():
     assert len(ranks & first) == len(ranks) // 3
 
 
-def test_the_mask_is_asked_about_in_both_spaces_under_four_optimizers():
-    asked = study("gradient-or-update")
-    arms = {(arm.settings["method"], arm.settings.get("apply_to")) for arm in asked.arms}
+def test_the_mask_is_compared_in_both_spaces_under_four_optimizers():
+    compared = study("gradient-or-update")
+    arms = {(arm.settings["method"], arm.settings.get("apply_to")) for arm in compared.arms}
     masks = ("na-lora", "na-lora-random", "na-lora-frozen")
     assert arms == {("lora", None), ("lora-scaled", None)} | {(m, s) for m in masks for s in ("gradient", "update")}
-    optimizers = [asked.run(cell, asked.arms[0], 1e-3, 0).settings.optimizer for cell in asked.combinations()]
+    optimizers = [compared.run(cell, compared.arms[0], 1e-3, 0).settings.optimizer for cell in compared.combinations()]
     assert optimizers == ["adamw_torch_fused", "sgd", "adafactor", "muon"]

@@ -1,4 +1,4 @@
-"""One run of a study: what was asked is not asked again, what is no longer kept is made again."""
+"""One run of a study: evaluations are not repeated, and deleted weights are trained again if they are needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(tmp_path):
     return Job("run", settings, (VALIDATION,), str(tmp_path / "store"), "a run")
 
 
-def asking(job, *parts):
+def evaluating(job, *parts):
     return Job(job.key, job.settings, parts, job.store, job.label)
 
 
@@ -45,7 +45,7 @@ def test_a_run_without_its_weights_answers_what_is_known_and_is_trained_again_fo
     work(job)
     assert store.result("run") == before
     assert not folder.adapter.is_dir()
-    work(asking(job, VALIDATION, TEST, ANSWERS))
+    work(evaluating(job, VALIDATION, TEST, ANSWERS))
     after = store.result("run")
     assert folder.adapter.is_dir()
     assert all(after.has(part) for part in (VALIDATION, TEST, ANSWERS))
@@ -75,19 +75,19 @@ def test_a_run_that_diverges_when_it_is_trained_again_does_not_replace_what_is_k
     new.path.mkdir(parents=True)
     new.result.write_text('{"diverged": true, "diverged_step": 1}')
     with pytest.raises(NALoRAError, match="found a run that diverged; expected the result that it had"):
-        work(asking(job, VALIDATION, TEST))
+        work(evaluating(job, VALIDATION, TEST))
     assert store.result("run") == known
 
 
 def test_more_questions_need_no_second_training(job):
     work(job)
     stamp = Store(job.store).folder("run").result.stat().st_mtime_ns
-    work(asking(job, TEST))
+    work(evaluating(job, TEST))
     assert Store(job.store).folder("run").result.stat().st_mtime_ns == stamp
     assert Store(job.store).result("run").has(TEST)
 
 
-def test_a_run_on_pictures_is_asked_everything_that_a_study_asks(tmp_path):
+def test_a_run_on_images_is_evaluated_on_all_parts(tmp_path):
     pytest.importorskip("sklearn")
     from tasks.test_clip import saved_clip
 
@@ -100,22 +100,22 @@ def test_a_run_on_pictures_is_asked_everything_that_a_study_asks(tmp_path):
     assert result.losses[VALIDATION] != result.losses[TEST]
 
 
-def test_questions_without_one_right_answer_are_asked_too(job, monkeypatch):
+def test_questions_without_one_correct_answer_are_evaluated_too(job, monkeypatch):
     from nalora.tasks import gym
 
-    asked = gym.Gym.test_examples
-    monkeypatch.setattr(gym.Gym, "test_examples", lambda self: [replace(e, target="") for e in asked(self)])
-    work(asking(job, VALIDATION, TEST, ANSWERS))
+    original = gym.Gym.test_examples
+    monkeypatch.setattr(gym.Gym, "test_examples", lambda self: [replace(e, target="") for e in original(self)])
+    work(evaluating(job, VALIDATION, TEST, ANSWERS))
     result = Store(job.store).result("run")
     assert all(result.has(part) for part in (VALIDATION, TEST, ANSWERS))
     assert math.isfinite(result.losses[VALIDATION])
     assert math.isnan(result.losses[TEST])
 
 
-def test_what_a_user_asks_beside_a_study_does_not_change_it(job):
+def test_evaluations_of_the_user_do_not_change_a_study(job):
     from nalora.evaluation.targets import Request, evaluate_target
 
-    everything = asking(job, VALIDATION, TEST, ANSWERS)
+    everything = evaluating(job, VALIDATION, TEST, ANSWERS)
     work(everything)
     store, run = Store(job.store), str(Store(job.store).folder("run").path)
     before = store.result("run")
@@ -126,8 +126,8 @@ def test_what_a_user_asks_beside_a_study_does_not_change_it(job):
     assert store.result("run") == before
 
 
-def test_a_study_of_all_questions_asks_those_that_one_of_few_left_out(job):
-    few = replace(asking(job, VALIDATION, TEST, ANSWERS), test_limit=2)
+def test_a_study_of_all_questions_evaluates_those_that_an_earlier_limit_left_out(job):
+    few = replace(evaluating(job, VALIDATION, TEST, ANSWERS), test_limit=2)
     work(few)
     store = Store(job.store)
     assert store.result("run", test_limit=2).has(ANSWERS)
@@ -154,12 +154,12 @@ def test_a_second_training_that_cannot_be_leaves_the_first_one_s_result(job, wit
     base, elsewhere = Path(job.settings["model"]), Path(job.settings["model"]).with_name("elsewhere")
     base.rename(elsewhere)
     with pytest.raises(NALoRAError, match="base"):
-        work(asking(job, VALIDATION, TEST))
+        work(evaluating(job, VALIDATION, TEST))
     assert Store(job.store).result("run") == without_weights
     elsewhere.rename(base)
-    work(asking(job, TEST))
+    work(evaluating(job, TEST))
     after = Store(job.store).result("run")
-    assert after.losses[VALIDATION] == without_weights.losses[VALIDATION], "asked again, for it was known"
+    assert after.losses[VALIDATION] == without_weights.losses[VALIDATION], "evaluated again, because it was known"
     assert after.has(TEST)
     assert folders(job) == {"run"}
 
@@ -178,10 +178,10 @@ def test_a_second_training_that_is_stopped_goes_on_where_it_was(job, without_wei
     make = training.make_trainer
     monkeypatch.setattr(training, "make_trainer", lambda *a: (t := make(*a)).add_callback(StopOnce()) or t)
     with pytest.raises(training.Interrupted, match="after step 1"):
-        work(asking(job, VALIDATION, TEST))
+        work(evaluating(job, VALIDATION, TEST))
     assert Store(job.store).result("run") == without_weights
     assert len(list(Path(job.store).glob("*/result.json"))) == 1, "no other folder is taken for a run"
-    work(asking(job, VALIDATION, TEST))
+    work(evaluating(job, VALIDATION, TEST))
     assert began == [0, 1]
     assert Store(job.store).result("run").losses[VALIDATION] == without_weights.losses[VALIDATION]
 
@@ -208,10 +208,10 @@ def test_killed_while_the_two_change_places_one_of_them_is_found(job, without_we
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, killed)
         with pytest.raises(KeyboardInterrupt):
-            work(asking(job, VALIDATION, TEST))
+            work(evaluating(job, VALIDATION, TEST))
     with monkeypatch.context() as patched:
         patched.setattr(training, "make_trainer", lambda *_: pytest.fail("trained a third time"))
-        work(asking(job, VALIDATION, TEST))
+        work(evaluating(job, VALIDATION, TEST))
     after, folder = Store(job.store).result("run"), Store(job.store).folder("run")
     assert after.losses[VALIDATION] == without_weights.losses[VALIDATION]
     assert after.has(TEST)
@@ -232,7 +232,7 @@ def test_what_is_not_the_run_s_own_moves_to_the_new_one(job, without_weights):
     stranger = Path(job.store) / f"{job.key}.again" / "mine.txt"
     stranger.parent.mkdir()
     stranger.write_text("mine")
-    work(asking(job, VALIDATION, TEST))
+    work(evaluating(job, VALIDATION, TEST))
     assert Store(job.store).result("run").has(TEST)
     assert [(old / name).read_text() for name in mine] == ["mine"] * len(mine)
     assert (old / "link").readlink() == elsewhere

@@ -1,4 +1,4 @@
-"""A run that was lost is not a run that diverged: it is repeated, then missing, and nothing is concluded without it."""
+"""A run that failed has not diverged: it is repeated, then missing, and there is no verdict without it."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_error_in_the_settings_is_not_repeated_and_counts_as_missing(tmp_path
 
 
 def diverge(job):
-    """What a training run leaves that diverged: a result that says so, and an error."""
+    """The files of a training run that diverged: a result that records it, and an error."""
     count_starts(job)
     folder = Store(job.store).folder(job.key)
     if job.settings["method"] == "lora" and job.settings["learning_rate"] == 1e-3:
@@ -198,7 +198,7 @@ def test_an_arm_that_diverged_with_a_seed_is_compared_by_no_measure(tmp_path):
     assert [cell.text(2, 3) for cell in part.table.rows["lora"]] == ["not finite (1 of 3)"] * 2
 
 
-def test_an_arm_that_diverged_with_every_rate_is_said_to_have(tmp_path):
+def test_an_arm_that_diverged_with_every_rate_is_named(tmp_path):
     def always(job):
         diverge_at = {**job.settings, "learning_rate": 1e-3}
         if job.settings["method"] == "lora":

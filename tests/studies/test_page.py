@@ -1,4 +1,4 @@
-"""A study's report: its answer first, in words and charts that equal its numbers."""
+"""A study's report: its answer first, in sentences and charts with the same numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finished(tmp_path):
     return study, tmp_path
 
 
-def test_the_answer_stands_first_and_one_run_stands_for_each_arm(finished):
+def test_the_answer_comes_first_and_one_run_represents_each_arm(finished):
     study, store = finished
     progress = so_far(study, store)
     page = write_page(study, progress, store, store / "page.html", "Question: <whether> it helps.").read_text()
@@ -105,7 +105,7 @@ def test_half_of_a_study_is_shown_and_nothing_of_one_is_refused(tmp_path):
     assert "Not complete: lora; na-lora." in page
 
 
-def test_the_question_is_what_the_file_asks(tmp_path):
+def test_the_question_is_the_comment_at_the_top_of_the_file(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(
         "# nalora study study.yaml\n# Question: one thing,\n# and another.\n# Runs: 3 (three).\nname: x\n# Not this.\n"

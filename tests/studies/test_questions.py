@@ -1,4 +1,4 @@
-"""Runs of a study that were asked different questions share no column and no comparison."""
+"""Runs of a study on different questions share no column and no comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nalora.studies.store import TEST, Store
 EVALUATED = {"questions": "aaaaaaaa", "options": {}, "style": "plain", "max_new_tokens": 8, "data": "x"}
 
 
-def test_a_digest_of_what_was_asked():
+def test_the_digest_depends_on_questions_options_style_and_length():
     summary = {"examples": 5, "evaluated": EVALUATED}
     assert questions_digest({"examples": 5}) == ""
     assert questions_digest(summary) == questions_digest(
@@ -35,14 +35,14 @@ def test_measures_get_other_names_only_where_questions_differ():
 
 def test_questions_that_each_seed_draws_share_a_column():
     """As reasoning-gym's: arms are compared seed by seed."""
-    asked = {"lora 0": "11", "na 0": "11", "lora 1": "22", "na 1": "22"}
+    digests = {"lora 0": "11", "na 0": "11", "lora 1": "22", "na 1": "22"}
     seeds = {"lora 0": 0, "na 0": 0, "lora 1": 1, "na 1": 1}
-    assert set(column_suffixes(asked, seeds).values()) == {""}
-    assert notes([(seeds[run], asked[run]) for run in asked], []) == []
-    assert len(set(column_suffixes(asked | {"na 1": "33"}, seeds).values())) == 3
+    assert set(column_suffixes(digests, seeds).values()) == {""}
+    assert notes([(seeds[run], digests[run]) for run in digests], []) == []
+    assert len(set(column_suffixes(digests | {"na 1": "33"}, seeds).values())) == 3
 
 
-def test_notes_say_what_cannot_be_compared():
+def test_notes_name_what_cannot_be_compared():
     assert notes([(0, ""), (0, "")], [(0, "")]) == notes([(0, "1"), (0, "1")], [(0, "2")]) == []
     assert "different questions" in notes([(0, "1"), (0, "2")], [])[0]
     assert "do not record" in notes([(0, "1"), (0, "")], [])[0]
@@ -73,13 +73,13 @@ def finished(tmp_path):
 
 
 def record_questions(store, of_method):
-    """Give every result the questions that its method was asked."""
+    """Record the questions of its method in every result."""
     for result in store.glob("*/result.json"):
         method = (result.parent / "method").read_text()
         for file in result.parent.rglob("*.json"):
             if file.name in ("losses.json", "summary.json") and of_method.get(method):
-                told = json.loads(file.read_text()) | {"evaluated": EVALUATED | {"questions": of_method[method]}}
-                file.write_text(json.dumps(told))
+                summary = json.loads(file.read_text()) | {"evaluated": EVALUATED | {"questions": of_method[method]}}
+                file.write_text(json.dumps(summary))
 
 
 def table_of(described, store):
@@ -95,7 +95,7 @@ def table_of(described, store):
     return answer(progress.schedule, progress.results, progress.failed).parts[0]
 
 
-def test_arms_asked_different_questions_are_not_compared(finished):
+def test_arms_on_different_questions_are_not_compared(finished):
     described, store = finished
     before = table_of(described, store)
     measures = [column.measure for column in before.table.columns]

@@ -85,7 +85,7 @@ def described(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(described, environment, tmp_path_factory):
-    """What every run of the study comes to on the local engine."""
+    """The results of every run of the study on the local engine."""
     store = tmp_path_factory.mktemp("local")
     return outcomes(store, conduct(parse(described), store, LocalEngine(2)))
 
@@ -96,7 +96,7 @@ def outcomes(store: Path, progress):
 
 
 def outcome(store: Path, key: str):
-    """Everything that a run came to: its adapter bit for bit, its losses step by step, its answers."""
+    """All results of a run: its adapter bit for bit, its losses step by step, its answers."""
     folder = Store(store).folder(key)
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     result = Store(store).result(key)
@@ -111,7 +111,7 @@ def outcome(store: Path, key: str):
 
 
 def marked(job: Job) -> None:
-    """A run that leaves word where it was."""
+    """A run that records where it ran."""
     import ray
 
     dummies.pretend(job, 0.3)
@@ -132,7 +132,7 @@ def dying_with_one_seed(job: Job) -> None:
     marked(job)
 
 
-def test_runs_spread_over_the_nodes_and_failures_are_told_as_by_the_local_engine(cluster, tmp_path, monkeypatch):
+def test_runs_are_distributed_and_failures_are_reported_as_by_the_local_engine(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = dummies.study(arms={"lora": {"method": "lora"}, "full": {"method": "full"}})
     progress = conduct(study, Path("store"), RayEngine(cluster.address, retries=1, do=dying_with_one_seed))
@@ -150,7 +150,7 @@ def test_runs_spread_over_the_nodes_and_failures_are_told_as_by_the_local_engine
 
 
 def losing_workers_once(job: Job) -> None:
-    """A run whose process, after the same step, is told to end or is killed, or neither."""
+    """A run whose process, after the same step, is terminated, killed, or neither."""
     from nalora.training.callbacks import RunRecord
 
     how = {0: signal.SIGTERM, 1: signal.SIGKILL}.get(job.settings["seed"])
@@ -180,7 +180,7 @@ def test_runs_of_lost_workers_resume_and_both_engines_give_the_same_numbers(clus
 
 
 def full_or_stopped(job: Job) -> None:
-    """With the best rate of one arm the disk is full, with that of the other the process is told to end."""
+    """With the best rate of one arm the disk is full, with that of the other the process is terminated."""
     from nalora.training.run import Interrupted
 
     method = job.settings["method"]
@@ -192,7 +192,7 @@ def full_or_stopped(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_neither_a_full_disk_nor_a_process_that_was_told_to_end_is_a_failure(cluster, tmp_path):
+def test_neither_a_full_disk_nor_a_terminated_process_is_a_failed_run(cluster, tmp_path):
     with pytest.raises(nalora.NALoRAError, match="the disk is full"):
         conduct(dummies.study(), tmp_path, RayEngine(cluster.address, retries=1, do=full_or_stopped))
     study = dummies.study(arms={"lora": {"method": "lora"}})
@@ -227,7 +227,7 @@ def test_runs_that_shared_a_gpu_are_all_tried_again_and_one_that_had_it_alone_is
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on_where_it_was(cluster, described, unbroken, tmp_path):
+def test_a_killed_study_continues(cluster, described, unbroken, tmp_path):
     """kill -9 to `nalora study` when a run is done and another is past a checkpoint; then it is started again."""
     file, store = tmp_path / "small.yaml", tmp_path / "store"
     file.write_text(yaml.safe_dump(described))
@@ -266,7 +266,7 @@ def test_a_killed_study_goes_on_where_it_was(cluster, described, unbroken, tmp_p
     assert results().keys() == unbroken.keys()
     assert finished.items() <= results().items(), "what was done was not done again"
     for key, before in broken.items():
-        # Each row says at which second it was written: these steps were not done again.
+        # Each row records the second at which it was written: these steps were not done again.
         assert rows(key)[:SAVE_EVERY] == before[:SAVE_EVERY]
     assert {name: outcome(store, name) for name in unbroken} == unbroken
 
@@ -297,7 +297,7 @@ def test_a_node_that_dies_is_survived_and_the_clusters_gpus_are_seen(cluster, tm
     assert set(gpus) == {"0"}
 
 
-def test_what_cannot_be_is_one_sentence(cluster, tmp_path, monkeypatch):
+def test_errors_are_one_sentence(cluster, tmp_path, monkeypatch):
     def refused(*words: str) -> str:
         with pytest.raises(nalora.NALoRAError) as caught:
             RayEngine(**dict(zip(words[::2], words[1::2], strict=True)))
@@ -314,7 +314,7 @@ def test_what_cannot_be_is_one_sentence(cluster, tmp_path, monkeypatch):
     assert "pip install 'nalora[ray]'" in refused()
 
 
-def test_the_command_line_names_the_options_and_ray_is_not_imported_unless_asked():
+def test_the_command_line_names_the_options_and_ray_is_not_imported_unless_needed():
     text = CliRunner().invoke(app, ["study", "--help"], env={"COLUMNS": "200"}).output
     for option in ("--engine", "--address", "--cpus", "--gpus", "--memory", "--retries", "--per-gpu"):
         assert option in text

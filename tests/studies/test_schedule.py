@@ -1,4 +1,4 @@
-"""What is done next follows from what is known, and nothing is done twice."""
+"""The next jobs follow from the results so far, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def test_screening_first_then_the_chosen_rate_with_every_seed():
     results = {job.key: known(job) for job in first}
     second = schedule.open_jobs(results, {})
     assert {(job.settings["method"], job.settings["learning_rate"]) for job in second} == set(dummies.BEST.items())
-    assert len(second) == 6, "each arm's three seeds; the screening run among them is only asked more"
+    assert len(second) == 6, "each arm's three seeds; of the screening run among them more parts are evaluated"
     assert sum(job.key in results for job in second) == 2
     results |= {job.key: known(job, (VALIDATION, TEST, ANSWERS)) for job in second}
     assert schedule.open_jobs(results, {}) == []
 
 
-def test_the_test_split_is_asked_of_chosen_runs_alone():
+def test_only_chosen_runs_are_evaluated_on_the_test_split():
     schedule = Schedule(dummies.study(), "store")
-    asked = [job for job in schedule.open_jobs({}, {}) if TEST in job.parts or ANSWERS in job.parts]
-    assert asked == []
+    tested = [job for job in schedule.open_jobs({}, {}) if TEST in job.parts or ANSWERS in job.parts]
+    assert tested == []
 
 
-def test_no_rate_is_chosen_while_a_screening_run_is_missing_and_the_other_arm_goes_on():
+def test_no_rate_is_chosen_while_a_screening_run_is_missing_and_the_other_arm_continues():
     """The run that was lost may be the one with the best rate, as here."""
     schedule = Schedule(dummies.study(), "store")
     jobs = schedule.open_jobs({}, {})
@@ -83,7 +83,7 @@ def test_one_learning_rate_needs_no_screening():
     assert len(schedule.open_jobs({}, {})) == schedule.total({}) == 6
 
 
-def test_a_run_that_failed_when_more_was_asked_of_it_keeps_its_rate():
+def test_a_screened_run_that_fails_in_a_later_evaluation_keeps_its_rate():
     """Else the arm would be judged at a worse rate, and then at the next."""
     schedule = Schedule(dummies.study(), "store")
     cell = schedule.cells[0]
@@ -149,7 +149,7 @@ NAMED = {
 }
 
 
-def test_several_settings_stand_under_one_name_with_their_own_learning_rates():
+def test_several_settings_have_one_name_and_their_own_learning_rates():
     schedule = Schedule(dummies.study(over=NAMED), "store")
     assert {cell.settings for cell in schedule.cells} == {
         (("sums", name), ("rank", rank)) for name in ("short", "long") for rank in (8, 32)
@@ -164,7 +164,7 @@ def test_several_settings_stand_under_one_name_with_their_own_learning_rates():
     assert schedule.total({}) == 2 * 2 * (3 + 2) + 2 * 2 * (2 + 2)
 
 
-def test_an_arm_s_own_learning_rates_go_before_a_combination_s():
+def test_an_arm_s_own_learning_rates_take_precedence_over_a_combination_s():
     arms = {"lora": {"method": "lora"}, "full": {"method": "full", "learning_rates": [1e-6]}}
     schedule = Schedule(dummies.study(over=NAMED, arms=arms), "store")
     assert {cell.arm.learning_rates for cell in schedule.cells if cell.arm.name == "full"} == {(1e-6,)}
@@ -288,7 +288,7 @@ learning_rates: [1.0e-3]
         ("seeds: [0\n", "expected YAML"),
     ],
 )
-def test_a_file_that_says_what_cannot_be_meant_is_refused(tmp_path, more, message):
+def test_a_file_with_repeated_keys_or_bad_yaml_is_refused(tmp_path, more, message):
     file = tmp_path / "study.yaml"
     file.write_text(FILE + more)
     with pytest.raises(nalora.NALoRAError, match=message):

@@ -17,7 +17,7 @@ from dummies import Instantly
 from nalora.studies.conduct import conduct
 from nalora.studies.signals import StoppedBySignal, StopSignals
 
-# A study whose runs take for ever until they are told to end. Torch is imported once, for the workers as well.
+# A study whose runs continue until they are terminated. Torch is imported once, for the workers as well.
 STUDY = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
@@ -29,11 +29,11 @@ from nalora.studies.job import log_of
 from nalora.studies.signals import StoppedBySignal
 from nalora.training.run import Interrupted
 
-def train_until_told(job):
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+def train_until_terminated(job):
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(True))
     log_of(job).with_suffix(".pid").write_text(str(os.getpid()))
-    while not told:
+    while not signals:
         time.sleep(0.01)
     time.sleep(0.3)
     log_of(job).with_suffix(".saved").touch()
@@ -49,7 +49,7 @@ for line in sys.stdin:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
         print(os.getpid(), flush=True)
         try:
-            conduct(dummies.study(), Path(store), LocalEngine(2, do=train_until_told))
+            conduct(dummies.study(), Path(store), LocalEngine(2, do=train_until_terminated))
         except StoppedBySignal as stop:
             os._exit(128 + stop.number)
         os._exit(0)
@@ -94,9 +94,9 @@ def test_a_signal_ends_the_workers_after_a_checkpoint_and_leaves_no_orphan(tmp_p
             send(study, number)
             assert int(sittings.stdout.readline()) == 128 + number
             assert not any(map(is_alive, workers))
-            assert len(list(store.glob("*.saved"))) == 2, "each run saved where it was"
+            assert len(list(store.glob("*.saved"))) == 2, "each run wrote a checkpoint"
             assert not (store / "dummy.failures.jsonl").exists()
-            assert len(conduct(dummies.study(), store, Instantly()).results) == 10, "the study goes on"
+            assert len(conduct(dummies.study(), store, Instantly()).results) == 10, "the study continues"
     # Under nohup a study outlives its terminal.
     study, workers = begin(sittings, tmp_path / "nohup", "nohup")
     os.killpg(study, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""What counts of a run's evaluations: its own task, all questions for a loss, as many answers as are asked for."""
+"""The evaluations of a run that count: its own task, all questions for a loss, enough questions for answers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def write(path, **content):
     path.write_text(json.dumps(content))
 
 
-def told(place, name, *, task=OWN, examples=6, loss=1.0, accuracy=0.5):
+def write_evaluation(place, name, *, task=OWN, examples=6, loss=1.0, accuracy=0.5):
     measures = {"accuracy": {"value": accuracy}} if name == "summary" else {}
     write(place / f"{name}.json", task=task, examples=examples, target_loss={"value": loss}, measures=measures)
 
 
 @pytest.fixture
 def evaluations(tmp_path):
-    """Those of a run that a study has asked everything."""
+    """The evaluations of a run of which a study has evaluated all parts."""
     write(tmp_path / "run" / "result.json", task=OWN, train_loss=1.0, seconds=1.0, examples=40)
     place = tmp_path / "run" / "evaluations"
-    told(place / "gym/chain_sum-validation/adapted-5", "losses", loss=2.0, examples=8)
-    told(place / "gym/chain_sum/adapted-5", "losses", loss=3.0)
-    told(place / "gym/chain_sum/adapted-5", "summary", loss=3.0)
+    write_evaluation(place / "gym/chain_sum-validation/adapted-5", "losses", loss=2.0, examples=8)
+    write_evaluation(place / "gym/chain_sum/adapted-5", "losses", loss=3.0)
+    write_evaluation(place / "gym/chain_sum/adapted-5", "summary", loss=3.0)
     return place
 
 
@@ -38,7 +38,7 @@ def result(evaluations, test_limit=None):
     return Store(evaluations.parents[1]).result("run", test_limit)
 
 
-def test_what_a_study_has_asked_is_known(evaluations):
+def test_evaluations_of_a_study_are_known(evaluations):
     found = result(evaluations)
     assert found.losses == {VALIDATION: 2.0, TEST: 3.0}
     assert found.measures == {"accuracy": 0.5}
@@ -48,13 +48,13 @@ def test_what_a_study_has_asked_is_known(evaluations):
 @pytest.mark.parametrize("name", ["losses", "summary"])
 def test_another_task_changes_nothing(evaluations, place, name):
     before = result(evaluations)
-    told(evaluations / place, name, task="another", loss=9.0, accuracy=0.9)
+    write_evaluation(evaluations / place, name, task="another", loss=9.0, accuracy=0.9)
     assert result(evaluations) == before
 
 
 def test_a_few_questions_of_its_own_task_change_no_loss(evaluations):
     for folder in ("adapted-5", "adapted-9"):  # as before, and with other prompts
-        told(evaluations / OWN / folder, "summary", examples=3, loss=9.0, accuracy=0.9)
+        write_evaluation(evaluations / OWN / folder, "summary", examples=3, loss=9.0, accuracy=0.9)
     assert result(evaluations).losses == {VALIDATION: 2.0, TEST: 3.0}
 
 
@@ -62,14 +62,14 @@ def test_a_few_questions_of_its_own_task_change_no_loss(evaluations):
     ("answered", "test_limit", "counts"),
     [(6, None, True), (3, None, False), (3, 3, True), (3, 4, False), (6, 3, True), (6, 100, True)],
 )
-def test_answers_count_if_as_many_questions_were_asked_as_a_study_asks(evaluations, answered, test_limit, counts):
-    told(evaluations / OWN / "adapted-5", "summary", examples=answered)
+def test_answers_count_if_there_are_as_many_as_the_study_needs(evaluations, answered, test_limit, counts):
+    write_evaluation(evaluations / OWN / "adapted-5", "summary", examples=answered)
     found = result(evaluations, test_limit)
     assert found.has(ANSWERS) == counts
     assert found.measures == ({"accuracy": 0.5} if counts else {})
 
 
-def test_answers_alone_say_nothing_of_the_test_loss(evaluations):
+def test_answers_without_a_test_loss_do_not_count(evaluations):
     (evaluations / OWN / "adapted-5" / "losses.json").unlink()
     found = result(evaluations)
     assert not found.has(TEST)
