@@ -17,8 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError, methods
-from nalora.methods.dora import DoRA
-from nalora.methods.lora import LoRA
+from nalora.methods.lora import DoRA, LoRA
 from nalora.methods.lora_pro import pairs_of
 from nalora.methods.method import Adapter, Start
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+
 import peft
 import pytest
 import tiny
 import torch
 import transformers
 
-from nalora.diagnostics.compare import compare
+from nalora.diagnostics.dynamics import compare
 from nalora.diagnostics.sites import find_sites
-from nalora.diagnostics.twins import twin
 from nalora.distributed.wrappers import base_of
 
 LENGTHS = (9, 4, 7, 1, 12, 5)
 
 
 def changed(model, by=0.3):
-    other = twin(model)
+    other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in other.named_parameters():
         if "lora_B" in name:
@@ -40,9 +41,9 @@ def padded(sequences, side="right", extra=0):
 
 def measured(pair, batches):
     sites = find_sites(pair[0])
-    found = compare(*pair, batches, sites, stand=(0, 1), histogram=(1,))
+    found = compare(*pair, batches, sites, distributions=(0, 1), histograms=(1,))
     means = [found.movements[i].means() for i in range(len(sites))]
-    return means, [found.standings[1][i] for i in range(len(sites))], [found.movements[i].tokens for i in range(2)]
+    return means, [found.distributions[1][i] for i in range(len(sites))], [found.movements[i].tokens for i in range(2)]
 
 
 BATCHINGS = {
@@ -64,8 +65,8 @@ def test_sums_do_not_depend_on_batches_and_padding(how):
         assert one == pytest.approx(other, rel=1e-10)
         assert one["flip"] > 0
     for one, other in zip(again, standing, strict=True):
-        assert torch.equal(one.regimes, other.regimes)
-        assert torch.equal(one.histogram, other.histogram)
+        assert torch.equal(one.sums["regimes"], other.sums["regimes"])
+        assert torch.equal(one.sums["histogram"], other.sums["histogram"])
 
 
 def gpt2():
@@ -132,7 +133,7 @@ def test_gelu_models_by_the_definitions(make, layer, activation):
 
 def test_an_adapter_against_the_base_it_is_on():
     model = tiny.llama(torch.float32)
-    off = twin(model)
+    off = copy.deepcopy(model)
     off.base_model.disable_adapter_layers()
     plain = tiny.llama(torch.float32).unload()
     assert not isinstance(plain, peft.PeftModel)
@@ -155,4 +156,4 @@ def test_the_gpu_finds_the_same():
     for one, other in zip(here, there, strict=True):
         assert one == pytest.approx(other, rel=1e-6)
     for one, other in zip(standing, again, strict=True):
-        assert torch.equal(one.histogram, other.histogram.cpu())
+        assert torch.equal(one.sums["histogram"], other.sums["histogram"].cpu())

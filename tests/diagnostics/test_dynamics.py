@@ -14,15 +14,16 @@ from safetensors.torch import load_file, save_file
 
 import nalora
 from nalora import activations
-from nalora.diagnostics import compare as compare_module
-from nalora.diagnostics.dynamics import CHANNELS_FILE, Request, diagnose
+from nalora.diagnostics import dynamics
+from nalora.diagnostics.dynamics import CHANNELS_FILE, diagnose
+from nalora.diagnostics.inputs import DiagnosisOptions
 from nalora.diagnostics.lockstep import Lockstep
 from nalora.diagnostics.measures import MEASURES
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
 from nalora.training.run import train
 
-PROBE = Request(probe_size=12, batch_size=8)
+PROBE = DiagnosisOptions(probe_size=12, batch_size=8)
 
 
 def settings(folder, **others):
@@ -146,7 +147,7 @@ def test_nothing_moves_between_equal_snapshots(run):
 def test_batches_and_padding_change_nothing(trained):
     results = []
     for size in (2, 6, 24):
-        found = diagnose(trained / "run", Request(probe_size=12, batch_size=size))
+        found = diagnose(trained / "run", DiagnosisOptions(probe_size=12, batch_size=size))
         results.append([found["first_to_last"], *found["intervals"]])
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
@@ -162,7 +163,7 @@ def test_two_forward_passes_a_state(trained, monkeypatch):
             begun.extend([len(batch["input_ids"])] * len(self.models))
             super().run(batch, visit)
 
-    monkeypatch.setattr(compare_module, "Lockstep", Counted)
+    monkeypatch.setattr(dynamics, "Lockstep", Counted)
     heard = []
     found = diagnose(trained / "run", PROBE, report=lambda *each: heard.append(each))
     assert found["cost"]["forward_passes_per_checkpoint"] == 2.0
@@ -170,7 +171,7 @@ def test_two_forward_passes_a_state(trained, monkeypatch):
     # Half of what inference would take at a time.
     assert max(begun) == 4
     assert heard[-1] == ("comparing states", 12, 12)
-    two = diagnose(trained / "run", Request(every=6, probe_size=4))
+    two = diagnose(trained / "run", DiagnosisOptions(every=6, probe_size=4))
     assert two["steps"] == [0, 6]
     assert two["cost"]["forward_passes_per_checkpoint"] == 1.0
     assert two["first_to_last"] == two["intervals"][0]
@@ -178,7 +179,7 @@ def test_two_forward_passes_a_state(trained, monkeypatch):
 
 
 def test_every_thins_and_channels_are_written(trained):
-    found = diagnose(trained / "run", Request(every=4, probe_size=6, per_channel=True))
+    found = diagnose(trained / "run", DiagnosisOptions(every=4, probe_size=6, per_channel=True))
     assert found["steps"] == [0, 4, 6]
     assert found["channels"] == CHANNELS_FILE
     channels = load_file(trained / "run" / CHANNELS_FILE)
@@ -206,10 +207,10 @@ def test_full_fine_tuning_with_two_models_resident(tmp_path, monkeypatch):
     train(check(settings(tmp_path, method="full", steps=4, learning_rate=1e-3)))
     import gc
 
-    from nalora.diagnostics import dynamics
+    from nalora.models import loading
 
     most = 0
-    load = dynamics.loading.load
+    load = loading.load
 
     def counted(*args, **kwargs):
         nonlocal most
@@ -220,7 +221,7 @@ def test_full_fine_tuning_with_two_models_resident(tmp_path, monkeypatch):
 
     gc.collect()
     already = sum(isinstance(each, transformers.LlamaForCausalLM) for each in gc.get_objects())
-    monkeypatch.setattr(dynamics.loading, "load", counted)
+    monkeypatch.setattr(loading, "load", counted)
     found = diagnose(tmp_path / "run", PROBE)
     assert most - already <= 2
     assert found["steps"] == [0, 2, 4]

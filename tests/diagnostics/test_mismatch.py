@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 import nalora
 from nalora.control import checkpoint
 from nalora.diagnostics.decomposition import TERMS
-from nalora.diagnostics.dynamics import Request
+from nalora.diagnostics.inputs import DiagnosisOptions, load_run_and_target
 from nalora.diagnostics.mismatch import compare, diagnose_against
 from nalora.diagnostics.mismatch_measures import in_words, measures
-from nalora.diagnostics.pairs import open_pair
 from nalora.runs.folder import RunFolder
 from nalora.runs.saved_run import finished_run
 from nalora.runs.settings import check
@@ -103,7 +102,7 @@ def test_an_na_lora_run_is_asked_about_the_mask_it_ended_with(runs):
     assert result["mask_step"] == 4
     assert result["mask"].keys() == result["statistics"]["utility"].keys()
     # The same from the state's own tensors, by their names in the trained model.
-    pair = open_pair(finished_run(runs / "na-lora"), str(runs / "full"), Request())
+    pair = load_run_and_target(finished_run(runs / "na-lora"), str(runs / "full"), DiagnosisOptions())
     sites, sums = compare(pair.run, pair.target, pair.probe.batches)
     state = checkpoint.load(runs / "na-lora" / "checkpoints" / "checkpoint-4")["tensors"]
     masks = [state[f"base_model.model.{site.name}/mask"] for site in sites]
@@ -142,7 +141,7 @@ def test_the_mask_of_the_last_snapshot_serves_as_well(runs):
 
 
 def test_every_channel_on_request(runs):
-    result = diagnose_against(runs / "na-lora", str(runs / "full"), Request(per_channel=True))
+    result = diagnose_against(runs / "na-lora", str(runs / "full"), DiagnosisOptions(per_channel=True))
     tensors = load_file(runs / "na-lora" / result["channels"])
     for block, energy in zip(result["blocks"], result["energy"]["selection_mismatch"], strict=True):
         name = block["name"]
@@ -156,8 +155,8 @@ def test_a_run_whose_mask_did_not_act_has_none(runs):
 
 
 def test_batch_size_and_padding_change_nothing(runs):
-    one = diagnose_against(runs / "lora", str(runs / "full"), Request(batch_size=2))
-    many = diagnose_against(runs / "lora", str(runs / "full"), Request(batch_size=48))
+    one = diagnose_against(runs / "lora", str(runs / "full"), DiagnosisOptions(batch_size=2))
+    many = diagnose_against(runs / "lora", str(runs / "full"), DiagnosisOptions(batch_size=48))
     channels = [[c for c, _ in block] for block in one.pop("top_channels")]
     assert channels == [[c for c, _ in block] for block in many.pop("top_channels")]
     # The models compute in float32, and an energy is the square of a small difference.
@@ -196,7 +195,7 @@ def test_a_full_run_is_asked_as_well(runs):
 
 
 def test_two_adapters_share_one_base(runs):
-    pair = open_pair(finished_run(runs / "lora"), str(runs / "na-lora"), Request())
+    pair = load_run_and_target(finished_run(runs / "lora"), str(runs / "na-lora"), DiagnosisOptions())
     held = {tensor.data_ptr() for model in (pair.run, pair.target) for tensor in model.parameters()}
     names = [name for name, _ in pair.run.named_parameters()]
     adapters = sum("lora_" in name for name in names)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import tasks
-from nalora.diagnostics.dynamics import Request as Look
 from nalora.diagnostics.dynamics import diagnose
+from nalora.diagnostics.inputs import DiagnosisOptions
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.runs.folder import RunFolder
 from nalora.runs.saved_run import read_run
@@ -104,7 +104,7 @@ def test_the_task_trains_and_is_evaluated_from_any_folder(own_task, tmp_path, mo
     )  # fmt: skip
     assert summary["evaluated"]["own"]
     assert Path(summary["folder"]).parent == tmp_path / "runs" / "reverse" / "evaluations" / "reverse"
-    assert diagnose(run, Look(probe_size=2, trust=True))["probe"]["task"] == "reverse"
+    assert diagnose(run, DiagnosisOptions(probe_size=2, trust=True))["probe"]["task"] == "reverse"
     with pytest.raises(nalora.NALoRAError, match=r"leters: no such option of .*did you mean letters"):
         evaluate_target(run, Request(trust=True, options={"leters": 3}))
 

@@ -270,7 +270,7 @@ def test_a_second_call_runs_no_pass(tmp_path):
     count = len(seen)
     second = collect(model, start)
     assert len(seen) == count > 0
-    assert heard[-1] == ("gradients kept from before", 1, 1)
+    assert heard[-1] == ("cached gradients", 1, 1)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert len(list((tmp_path / "new").iterdir())) == 1
     # Adapters do not act, so another draw of them finds the same.
@@ -381,7 +381,7 @@ def test_batches_without_labels_or_tokens():
     unlabelled = {name: each for name, each in collated(rows(4)).items() if name != "labels"}
     with pytest.raises(nalora.NALoRAError, match="a batch of input_ids, attention_mask"):
         collect(wrapped(), Start(batches=lambda n: [unlabelled]), 1)
-    with pytest.raises(nalora.NALoRAError, match="without any token to learn"):
+    with pytest.raises(nalora.NALoRAError, match="without any label token"):
         collect(wrapped(), Start(), 1)
     # The first label of a decoder's row is predicted by nothing: a batch of nothing else has no loss, not a NaN.
     bare = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.tensor([[5, -100, -100]] * 2)}

@@ -17,8 +17,7 @@ import nalora
 from nalora import methods
 from nalora.methods.lora import lora_layers
 from nalora.methods.lora_pro import LoRAPro, pairs_of, replace_gradients
-from nalora.methods.lora_pro_optimizer import LoRAProAdamW
-from nalora.methods.lora_pro_stacks import Pair
+from nalora.methods.lora_pro_optimizer import LoRAProAdamW, Pair
 from nalora.methods.method import Adapter, Start
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
@@ -255,7 +254,7 @@ def test_a_closure_is_called_with_gradients():
     ("lora", "found"),
     [
         ({"use_dora": True}, "a LoRA variant"),
-        ({"lora_bias": True}, "a bias that learns"),
+        ({"lora_bias": True}, "a trained bias"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "an adapter of a Embedding"),
     ],
 )
@@ -267,7 +266,7 @@ def test_adapters_that_are_more_than_a_product_are_refused(lora, found):
 def test_factors_that_do_not_learn_or_are_short_are_refused():
     model = llama()
     next(p for n, p in model.named_parameters() if "lora_A" in n).requires_grad_(False)
-    with pytest.raises(nalora.NALoRAError, match="a lora_A that does not learn"):
+    with pytest.raises(nalora.NALoRAError, match="a lora_A that is frozen"):
         pairs_of(model)
     with pytest.raises(nalora.NALoRAError, match="in torch.bfloat16"):
         pairs_of(llama(torch.bfloat16))

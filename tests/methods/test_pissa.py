@@ -11,7 +11,7 @@ from torch import nn
 
 import nalora
 from nalora import methods
-from nalora.methods import moved_base
+from nalora.methods import initial_factors
 from nalora.methods.lora import lora_layers
 from nalora.methods.method import Adapter, Start
 
@@ -161,7 +161,7 @@ def test_a_base_in_whole_numbers_is_refused():
     _, layer = next(lora_layers(model))
     layer.get_base_layer().weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.int8), requires_grad=False)
     with pytest.raises(nalora.NALoRAError, match="in torch.int8"):
-        moved_base.refuse_immovable_base(model, "pissa")
+        initial_factors.check_movable_base(model, "pissa")
 
 
 def test_a_tied_weight_is_refused():

@@ -15,9 +15,8 @@ from torch import nn
 
 from nalora import methods
 from nalora.methods.gora import GoRA
-from nalora.methods.lora import LoRA
+from nalora.methods.lora import LoRA, RsLoRA
 from nalora.methods.method import Adapter
-from nalora.methods.rslora import RsLoRA
 from nalora.runs.settings import check
 from nalora.training.run import train
 

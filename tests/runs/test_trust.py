@@ -11,8 +11,8 @@ import yaml
 
 from nalora import tasks
 from nalora.control.inspection import inspect_model
-from nalora.diagnostics.dynamics import Request as Look
 from nalora.diagnostics.dynamics import diagnose
+from nalora.diagnostics.inputs import DiagnosisOptions
 from nalora.diagnostics.mismatch import diagnose_against
 from nalora.errors import NALoRAError
 from nalora.evaluation.targets import Request, evaluate_target
@@ -75,8 +75,8 @@ def change(run, **settings):
 
 COMMANDS = {
     "evaluate": lambda run, trust: evaluate_target(str(run), Request(trust=trust, with_base=False)),
-    "diagnose": lambda run, trust: diagnose(run, Look(probe_size=2, trust=trust)),
-    "against": lambda run, trust: diagnose_against(run, str(run), Look(probe_size=2, trust=trust)),
+    "diagnose": lambda run, trust: diagnose(run, DiagnosisOptions(probe_size=2, trust=trust)),
+    "against": lambda run, trust: diagnose_against(run, str(run), DiagnosisOptions(probe_size=2, trust=trust)),
 }
 
 
@@ -96,7 +96,7 @@ def test_code_of_the_folder_s_own_runs_only_with_trust(hostile, tmp_path, name, 
 
 def test_a_target_s_method_needs_trust_as_the_run_s(finished, hostile, tmp_path):
     with pytest.raises(NALoRAError, match="add --trust"):
-        diagnose_against(finished, str(hostile), Look(probe_size=2))
+        diagnose_against(finished, str(hostile), DiagnosisOptions(probe_size=2))
     assert not (tmp_path / "mark").exists()
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import nalora.training.run as module
 from nalora.cli import main
-from nalora.diagnostics.dynamics import Request, diagnose
+from nalora.diagnostics.dynamics import diagnose
+from nalora.diagnostics.inputs import DiagnosisOptions
 from nalora.evaluation.targets import Request as Asked
 from nalora.evaluation.targets import evaluate_target
 from nalora.report.data import read_run
@@ -181,7 +182,7 @@ def test_every_command_reports_a_diverged_run(settings, monkeypatch, tmp_path):
         with pytest.raises(Diverged, match="a run that diverged: .* from step 6 on.*lower learning_rate"):
             command()
     assert RunFolder(settings["output"]).result.read_text() == before
-    diagnosis = diagnose(settings["output"], Request(probe_size=4))
+    diagnosis = diagnose(settings["output"], DiagnosisOptions(probe_size=4))
     assert any("the run diverged at step 6" in notice for notice in diagnosis["notices"])
     run = read_run(settings["output"])
     assert any("The run diverged" in notice and "step 6" in notice for notice in run.notices)

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nalora.cli.screen import table
-from nalora.diagnostics import dynamics
+from nalora.diagnostics.dynamics import diagnose
+from nalora.diagnostics.inputs import DiagnosisOptions
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.files import outputs
 from nalora.files.atomic import json_text
@@ -111,7 +112,7 @@ def _train_and_evaluate(
         summaries = evaluate_target(str(path), Request(with_base=before is None))
     if not RunFolder(path).diagnosis.is_file():
         with console.status("measuring the gates"):
-            dynamics.diagnose(str(path), dynamics.Request(probe_size=PROBE_SIZE))
+            diagnose(str(path), DiagnosisOptions(probe_size=PROBE_SIZE))
     rows = read_jsonl(RunFolder(path).metrics)
     gates = {name.removeprefix("nalora/"): value for name, value in rows[-1].items() if name.startswith("nalora/")}
     return ArmResult(arm, before or summaries["base"], summaries["adapted"], result, gates)

@@ -44,16 +44,17 @@ def diagnose(
     """Measure how the gates of a run changed between its snapshots, for each interval and each layer."""
     hush_libraries()
     from nalora.diagnostics import dynamics
+    from nalora.diagnostics.inputs import DiagnosisOptions
 
-    request = dynamics.Request(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
+    options = DiagnosisOptions(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
     screen = console()
     with bars(screen, transient=True) as report:
         if against is None:
-            result = dynamics.diagnose(run, request, report=report)
+            result = dynamics.diagnose(run, options, report=report)
         else:
             from nalora.diagnostics.mismatch import diagnose_against
 
-            result = diagnose_against(run, against, request, report=report)
+            result = diagnose_against(run, against, options, report=report)
     if against is None:
         print_diagnosis(screen, result)
         screen.print(f"Diagnosis: {run / 'diagnosis.json'}", highlight=False)

@@ -1,1 +1,1 @@
-"""What the gates did: checkpoints of a run compared on the same tokens, one FFN block at a time."""
+"""Gate statistics of a run's checkpoints, compared on the same tokens, one FFN block at a time."""

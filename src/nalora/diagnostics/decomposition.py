@@ -1,4 +1,4 @@
-"""The exact decomposition of one block's utility mismatch, summed over tokens: nothing of z's size is kept."""
+"""The exact decomposition of one block's utility mismatch, summed over tokens without keeping tensors of z's size."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from nalora.activations import Activation
+from nalora.diagnostics.measures import token_slices
 from nalora.equations import channel_utility, gate_sensitivity, mismatch_bound, mismatch_decomposition
 
 TERMS = ("residual_through_view", "selection_mismatch", "view_mismatch")
-# Tokens are taken in slices of about this many elements: on a CPU what fits its cache, on a GPU what fills it. A dozen
-# float64 temporaries of a slice are 24 MiB and 192 MiB.
+# Elements of a slice of tokens: what fits a CPU's cache, and what fills a GPU. A dozen float64 temporaries of a slice
+# take 24 MiB and 192 MiB.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 18, 1 << 21
 
 
 class States(NamedTuple):
-    """z and u of the target and of the LoRA run at one block, each [..., width]; u is None where φ(z) stands alone."""
+    """z and u of the target and of the LoRA run at one block, each [..., width]; u is None where φ(z) has no factor."""
 
     z_target: Tensor
     u_target: Tensor | None
@@ -28,25 +29,25 @@ class States(NamedTuple):
 class MismatchSums:
     """Sums over tokens of eq:exact_selection_decomp and eq:selection_amplification_bound for one block.
 
-    All in float64: two models that are close differ in the last digits of float32, and energies are squares of
-    differences. (On MPS, which has no float64, a slice is computed in float32 and added up in float64 on the host.)
+    All in float64: two similar models differ in the last digits of float32, and energies are squares of differences.
+    (MPS has no float64: there a slice is computed in float32 and added up in float64 on the CPU.)
 
     Attributes:
-        tokens: how many were counted.
-        products: Σ over tokens of the inner products between the three terms, [3, 3]; energies on the diagonal.
+        tokens: number of tokens.
+        products: Σ of the inner products between the three terms, [3, 3]; energies on the diagonal.
         total: Σ ‖U_tar − U_lora‖², from the utilities themselves and not from the terms.
         actual: Σ ‖U_tar − U_lora‖.
-        bound: Σ of what the corollary allows that norm to be.
+        bound: Σ of the corollary's upper bound on that norm.
         channel_energy: Σ of the squared selection mismatch of each channel.
         derivative: Σ |φ′(z_lora)| of each channel, the paper's statistic.
         utility: Σ |φ′(z_lora)|·|u_lora| of each channel.
-        selection: Σ |s′(z_lora)·z_lora|·|u_lora| of each channel, eq:sensitivity_weighted_mismatch but for Δz.
+        selection: Σ |s′(z_lora)·z_lora|·|u_lora| of each channel, eq:sensitivity_weighted_mismatch without Δz.
     """
 
     def __init__(self, width: int, activation: Activation, device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
         on_mps = device.type == "mps"
-        self._working = torch.float32 if on_mps else torch.float64
+        self._dtype = torch.float32 if on_mps else torch.float64
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device="cpu" if on_mps else device)
@@ -59,19 +60,15 @@ class MismatchSums:
 
     @torch.no_grad()
     def add(self, states: States, token_mask: Tensor | None = None) -> None:
-        """Count the tokens of one batch; `token_mask` says which of them are real."""
-        width = states.z_lora.shape[-1]
-        # A view that takes no memory: a gate that multiplies nothing has u = 1, so Δu = 0.
+        """Add the tokens of one batch; `token_mask` is true for real tokens."""
+        # A view without memory: a gate that multiplies nothing has u = 1, so Δu = 0.
         one = torch.ones_like(states.z_lora[..., :1]).expand_as(states.z_lora)
-        every = [(one if each is None else each).detach().reshape(-1, width) for each in states]
-        real = None if token_mask is None else token_mask.reshape(-1).to(states.z_lora.device, torch.bool)
-        at_once = max(1, (_CPU_ELEMENTS if states.z_lora.device.type == "cpu" else _GPU_ELEMENTS) // width)
-        for start in range(0, len(every[0]), at_once):
-            part = slice(start, start + at_once)
-            self._add_slice(*((each[part] if real is None else each[part][real[part]]) for each in every))
+        tensors = [(one if state is None else state).detach() for state in states]
+        elements = _CPU_ELEMENTS if states.z_lora.device.type == "cpu" else _GPU_ELEMENTS
+        for tokens in token_slices(tensors, token_mask, elements):
+            self._add_slice(*(state.to(self._dtype) for state in tokens))
 
-    def _add_slice(self, *states: Tensor) -> None:
-        z_target, u_target, z_lora, u_lora = (each.to(self._working) for each in states)
+    def _add_slice(self, z_target: Tensor, u_target: Tensor, z_lora: Tensor, u_lora: Tensor) -> None:
         phi, selection = self.activation.phi, self.activation.selection
         terms = mismatch_decomposition(z_target, u_target, z_lora, u_lora, phi=phi, selection=selection)
         difference = channel_utility(phi(z_target), u_target) - channel_utility(phi(z_lora), u_lora)
@@ -83,7 +80,7 @@ class MismatchSums:
         deciding = (slope - selection(z_lora)).abs()
         flat = torch.stack([term.flatten() for term in terms])
         self.tokens += len(z_lora)
-        for kept, new in (
+        for total, new in (
             (self.products, flat @ flat.T),
             (self.total, squared.sum()),
             (self.actual, squared.sqrt().sum()),
@@ -93,4 +90,4 @@ class MismatchSums:
             (self.utility, (sensitivity * u_lora.abs()).sum(0)),
             (self.selection, (deciding * u_lora.abs()).sum(0)),
         ):
-            kept.add_(new.to(kept.device).to(kept.dtype))  # in this order: MPS cannot even convert to float64
+            total.add_(new.to(total.device).to(total.dtype))  # in this order: MPS cannot convert to float64

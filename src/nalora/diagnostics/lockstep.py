@@ -1,14 +1,13 @@
-"""Several models over the same batch in lockstep: at each FFN block a visitor sees the gates of all of them.
+"""Several models on the same batch in lockstep: at each FFN block a visitor gets the gates of all of them.
 
-Each model runs in a thread of its own, which stops at every gate and waits for its turn; one runs at a time. So there
-is never more than one block's z (and u) for each model, nothing is kept between blocks, and only one model's passing
-tensors exist at a time. What comes after the last gate is not computed.
+Each model runs in its own thread, which stops at every gate; one thread runs at a time. So at most one block's z (and
+u) per model is in memory, and only one model's intermediate tensors. Layers after the last gate are not computed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,21 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nalora.control.hooks import inert_hook
 from nalora.control.tokens import TokenMask, register_mask_hooks
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
 
+_SAME_BASE = "compare checkpoints of the same base model"
+
 
 class Gates(NamedTuple):
-    """One model's gates of one block, [..., channels] in the model's dtype; u where it was asked for and there."""
+    """One model's gates of one block, [..., channels] in the model's dtype; u is None unless requested and present."""
 
     z: Tensor
     u: Tensor | None
 
 
-# Hears (which site, the gates of each model in their order, which tokens are real: None for all of them).
+# Called with (index of the site, gates of each model, mask of the real tokens or None if all are real).
 Visitor = Callable[[int, Sequence[Gates], Tensor | None], None]
 
 
@@ -41,19 +41,18 @@ class _Arrival(NamedTuple):
 
 
 class _Stopped(BaseException):
-    """Ends a forward pass whose rest nobody needs; no model's own `except Exception` holds it up."""
+    """Ends a forward pass early; not an Exception, so that no model's own `except Exception` catches it."""
 
 
 class Lockstep:
-    """Models of one architecture that are run together, for the length of a `with` block.
+    """Models of one architecture that run together inside a `with` block.
 
     Args:
-        models: plain or wrapped by PEFT; each one its own object, in evaluation mode while a batch runs.
-        sites: where their gates are; found on the first one by default.
+        models: different objects, plain or wrapped by PEFT; they are in evaluation mode while a batch runs.
+        sites: where their gates are (default: found on the first model).
         with_up: whether the visitor also gets u.
 
-    Raises:
-        NALoRAError: no FFN blocks, or a model that lacks a layer of them.
+    Raises NALoRAError if there are no FFN blocks or if a model lacks a layer of them.
     """
 
     def __init__(
@@ -62,16 +61,15 @@ class Lockstep:
         self.models = list(models)
         self.sites = tuple(find_sites(models[0]) if sites is None else sites)
         self.with_up = with_up
-        # Forward passes begun, over all models.
-        self.forward_passes = 0
-        self._calls: int | None = None
-        self._current: list[_Pass] = []
+        self.forward_passes = 0  # over all models
+        self._gates_per_pass: int | None = None
+        self._passes: list[_Pass] = []
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Lockstep:
         try:
             for number, model in enumerate(self.models):
-                self._watch(number, model)
+                self._register_hooks(number, model)
         except BaseException:
             self.__exit__()
             raise
@@ -82,36 +80,46 @@ class Lockstep:
             handle.remove()
         self._handles = []
 
-    def run(self, batch: Mapping[str, Any], visit: Visitor) -> None:
-        """One forward pass of every model, stopped at each gate for the visitor.
+    def run_all(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        visit: Visitor,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Run the batches on the models' device; `progress` gets the number of finished batches."""
+        for done, batch in enumerate(batches, 1):
+            self.run(on_device(batch, self.models[0]), visit)
+            progress(done)
 
-        Raises:
-            NALoRAError: the models do not pass the same gates in the same order.
-            Exception: whatever a model or the visitor raised, with its own traceback; the others have ended then.
+    def run(self, batch: Mapping[str, Any], visit: Visitor) -> None:
+        """Run one forward pass of every model, stopped at each gate for the visitor.
+
+        Raises NALoRAError if the models do not reach the same gates in the same order, and whatever a model or the
+        visitor raised, with its traceback, after all passes have ended.
         """
         training = [model.training for model in self.models]
-        self._current = [_Pass(model.eval(), batch) for model in self.models]
-        self.forward_passes += len(self._current)
+        self._passes = [_Pass(model.eval(), batch) for model in self.models]
+        self.forward_passes += len(self._passes)
         try:
-            calls = 0
-            for each in self._current:
-                each.start()
+            gates = 0
+            for forward in self._passes:
+                forward.start()
             while self._next_gate(visit):
-                calls += 1
-                if calls == self._calls:
+                gates += 1
+                if gates == self._gates_per_pass:
                     break
-            # The first batch, run to its end, tells how many gates a pass has: some models call a layer repeatedly.
-            self._calls = calls
+            # Counted in the first batch, which runs to its end: some models call a layer repeatedly.
+            self._gates_per_pass = gates
         finally:
-            for each in self._current:
-                each.cancel()
-            self._current = []
-            for model, was in zip(self.models, training, strict=True):
-                model.train(was)
+            for forward in self._passes:
+                forward.cancel()
+            self._passes = []
+            for model, mode in zip(self.models, training, strict=True):
+                model.train(mode)
 
     def _next_gate(self, visit: Visitor) -> bool:
-        """Let every model come to its next gate and show them to the visitor; False where the passes have ended."""
-        arrivals = [each.advance() for each in self._current]
+        """Run every model to its next gate and call the visitor; return False if the passes have ended."""
+        arrivals = [forward.advance() for forward in self._passes]
         here = [arrival for arrival in arrivals if arrival is not None]
         if not here:
             return False
@@ -121,12 +129,12 @@ class Lockstep:
                 self.sites[here[0].site].name,
                 found="models that reach different gates, or gates of different shapes",
                 expected="models of one architecture, with the same tokens at every gate",
-                fix="compare checkpoints of the same base model",
+                fix=_SAME_BASE,
             )
         visit(here[0].site, [arrival.gates for arrival in here], here[0].mask)
         return True
 
-    def _watch(self, number: int, model: nn.Module) -> None:
+    def _register_hooks(self, number: int, model: nn.Module) -> None:
         base = base_of(model)
         modules = dict(base.named_modules())
         for site in self.sites:
@@ -136,38 +144,38 @@ class Lockstep:
                         site.name,
                         found=f"a {type(base).__name__} without {layer}",
                         expected="models of one architecture",
-                        fix="compare checkpoints of the same base model",
+                        fix=_SAME_BASE,
                     )
-        # From the base: it is what PEFT's wrapper hands its arguments to.
+        # Watched on the base, which PEFT's wrapper passes its arguments to.
         masks, handles = register_mask_hooks(base, [site.gate for site in self.sites])
         self._handles += handles
         for index, site in enumerate(self.sites):
-            stop = _Stop(site, index, masks[site.gate], self.with_up, partial(self._arrive, number))
-            layers = {"gate": site.gate, "up": site.up if self.with_up else None}
-            for role in ("gate",) if site.up == site.gate else ("gate", "up"):
-                if (layer := layers[role]) is not None:
-                    hook = _Hook(stop, role)
-                    self._handles.append(modules[layer].register_forward_hook(hook))
+            collector = _GateCollector(site, index, masks[site.gate], self.with_up, partial(self._arrive, number))
+            layers = {site.gate: "gate"}
+            if self.with_up and site.up is not None:
+                layers.setdefault(site.up, "up")
+            for layer, role in layers.items():
+                self._handles.append(modules[layer].register_forward_hook(partial(collector.collect, role)))
 
     def _arrive(self, number: int, arrival: _Arrival) -> None:
-        if self._current:
-            self._current[number].arrive(arrival)
+        if self._passes:
+            self._passes[number].arrive(arrival)
 
 
 class _Pass(threading.Thread):
-    """One model's forward pass, which goes on when `advance` is called and stops at its next gate."""
+    """One model's forward pass, which continues to its next gate when `advance` is called."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         super().__init__(daemon=True, name=f"nalora-{type(model).__name__}")
         self.model, self.batch = model, batch
-        self._turn, self._news = threading.Semaphore(0), threading.Semaphore(0)
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._arrival: _Arrival | None = None
         self._error: BaseException | None = None
         self._ended = self._cancelled = False
 
     def run(self) -> None:
-        """The thread: wait for the first turn, then compute. Grad mode and CUDA's device belong to a thread."""
-        self._turn.acquire()
+        """Compute the forward pass in the thread; grad mode and CUDA device are set per thread."""
+        self._may_run.acquire()
         try:
             if not self._cancelled:
                 device = next(self.model.parameters()).device
@@ -181,38 +189,38 @@ class _Pass(threading.Thread):
             self._error = error
         finally:
             self._ended = True
-            self._news.release()
+            self._has_stopped.release()
 
     def arrive(self, arrival: _Arrival) -> None:
-        """In the thread: hand the gates over and wait for the next turn."""
+        """Hand the gates over and wait until the pass may continue. Called in the thread."""
         self._arrival = arrival
         del arrival
-        self._news.release()
-        self._turn.acquire()
+        self._has_stopped.release()
+        self._may_run.acquire()
         if self._cancelled:
             raise _Stopped
 
     def advance(self) -> _Arrival | None:
-        """From outside: let it run to its next gate, None where it ended; what it raised is raised here."""
+        """Run the pass to its next gate and return it, or None at the end; raise what the model raised."""
         if not self._ended:
-            self._turn.release()
-            self._news.acquire()
+            self._may_run.release()
+            self._has_stopped.acquire()
         if self._error is not None:
             raise self._error
         arrival, self._arrival = self._arrival, None
         return arrival
 
     def cancel(self) -> None:
-        """From outside: end it where it stands, and wait until it has."""
+        """End the pass and wait until it has ended."""
         self._cancelled = True
         self._arrival = None
-        self._turn.release()
+        self._may_run.release()
         if self.ident is not None:
             self.join()
 
 
-class _Stop:
-    """Puts the gates of one block of one model together and hands them over."""
+class _GateCollector:
+    """Combines the outputs of one block's gate and up layers in one model and hands them over."""
 
     def __init__(
         self, site: GateSite, index: int, mask: TokenMask, with_up: bool, hand_over: Callable[[_Arrival], None]
@@ -221,13 +229,13 @@ class _Stop:
         self.with_up = with_up and site.up is not None
         self.waiting: Tensor | None = None
 
-    def see(self, role: str, output: Tensor) -> None:
-        """Take a layer's output; with both at hand where both are wanted, stop."""
+    def collect(self, role: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Take a layer's output as a forward hook; hand z and u over when both are there."""
         output = output.detach()
         if not self.with_up or self.site.up == self.site.gate:
             z = u = output
         elif self.waiting is None:
-            # Only a reference, for the moment between two neighbouring layers.
+            # Only a reference, between two neighbouring layers.
             self.waiting = output
             return
         else:
@@ -240,14 +248,10 @@ class _Stop:
         self.hand_over(_Arrival(self.index, Gates(z, u if self.with_up else None), self.mask.of(z.shape[:-1])))
 
 
-class _Hook:
-    """The forward hook on a layer. A copy of the model gets a dead one in its place."""
-
-    def __init__(self, stop: _Stop, role: str) -> None:
-        self.stop, self.role = stop, role
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.stop.see(self.role, output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return inert_hook, ()
+def on_device(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the batch on the model's device, with the cache of keys and values switched off."""
+    device = next(model.parameters()).device
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    if getattr(getattr(model, "config", None), "use_cache", None) is not None:
+        moved["use_cache"] = False
+    return moved

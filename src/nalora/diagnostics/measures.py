@@ -1,21 +1,20 @@
-"""What changed at a block's gates between two states, z → z′ on the same tokens, and how one state's gates stand.
+"""How a block's gates change between two states, z → z′ on the same tokens, and the distribution of one state's gates.
 
-Sums over tokens for each channel, [tokens, channels] in: float64 for measures, int64 for counts, so that they do not
-depend on how tokens were batched. Elementwise work is done in float32 (in z's own dtype if that is wider).
+Sums over tokens for each channel of [tokens, channels] inputs: float64 for measures and int64 for counts, so that they
+do not depend on how tokens are batched. Elementwise operations use float32, or z's own dtype if that is wider.
 
 D_EH and dead gates. χ = 1 + κ is relative to φ(z), so it grows without bound where φ vanishes: κ falls as −z² for GELU
-and as z for SiLU. A gate that is closed for good (GELU at z = −10: χ ≈ −100, φ ≈ −1e−22) then moves D_EH by more than
-thousands of open ones, although nothing of it reaches the output. So D_EH, the paper's measure, is reported with
-D_EH_live: the same sum in which every gate counts by its output, with the weight min(|φ(z)|, |φ(z′)|, 1). The weight is
-0 for a gate that is dead before or after and at most 1 however large the output; so D_EH_live ≤ D_EH, with equality
-where all gates have an output of 1 or more.
+and as z for SiLU. A permanently closed gate (GELU at z = −10: χ ≈ −100, φ ≈ −1e−22) then changes D_EH by more than
+thousands of open ones, although its output is zero. So D_EH, the paper's measure, is reported together with D_EH_live:
+the same sum with each gate weighted by its output, min(|φ(z)|, |φ(z′)|, 1). The weight is 0 for a gate that is dead
+before or after and at most 1; so D_EH_live ≤ D_EH, with equality where all gates have an output of 1 or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,133 +24,110 @@ from nalora.equations import chi, homogeneity_movement, regime_counts
 
 Thresholds = tuple[float, float] | None
 
-# The gates of language models lie within these, nearly all; what lies beyond is counted in the outermost bins.
+# Nearly all gates of language models are in this range; values beyond it are counted in the outermost bins.
 HISTOGRAM_EDGES = tuple(i / 4 for i in range(-32, 33))
 
-# The measures of an interval in the order of files and tables; those of `NEED_REGIMES` are missing without regimes.
+# The measures of an interval, in the order of files and tables.
 MEASURES = ("D_sel", "flip", "kappa_drift", "suppressive", "positive", "severe", "D_EH", "D_EH_live")
-# Sums over channels, weighted by the mask; the others are means over them.
+# Sums over channels, weighted by the mask; the other measures are means over channels.
 MASKED = ("D_EH", "D_EH_live")
-NEED_REGIMES = ("flip", "suppressive", "positive", "severe")
+
+Sums = TypeVar("Sums", bound="TokenSums")
 
 
 @dataclass(frozen=True)
-class Movement:
-    """Sums over `tokens`, one entry a channel; the counts are None for an activation without regimes.
-
-    Attributes:
-        selection: Σ |s(z′) − s(z)|, raw gate movement.
-        kappa: Σ |κ(z′) − κ(z)|.
-        homogeneity: Σ (χ(z′) − χ(z))².
-        live_homogeneity: Σ min(|φ(z)|, |φ(z′)|, 1) · (χ(z′) − χ(z))².
-        flip: how often the regime changed.
-        suppressive: crossings of the lower threshold.
-        positive: crossings of the upper threshold.
-        severe: jumps from one outer regime to the other, which cross both: flip = suppressive + positive − severe.
-    """
+class TokenSums:
+    """Sums over tokens by name, each with an entry per channel or bin."""
 
     tokens: int
-    selection: Tensor
-    kappa: Tensor
-    homogeneity: Tensor
-    live_homogeneity: Tensor
-    flip: Tensor | None
-    suppressive: Tensor | None
-    positive: Tensor | None
-    severe: Tensor | None
+    sums: dict[str, Tensor]
 
-    def __add__(self, other: Movement) -> Movement:
-        return Movement(**{each.name: _added(self, other, each.name) for each in fields(self)})
+    def __add__(self: Sums, other: Sums) -> Sums:
+        return type(self)(self.tokens + other.tokens, {name: self.sums[name] + other.sums[name] for name in self.sums})
 
-    def per_channel(self) -> dict[str, Tensor | None]:
-        """The means over tokens by measure, [channels]; D_EH and D_EH_live without the mask's weight."""
-        sums = {
-            "D_sel": self.selection, "flip": self.flip, "kappa_drift": self.kappa, "suppressive": self.suppressive,
-            "positive": self.positive, "severe": self.severe, "D_EH": self.homogeneity,
-            "D_EH_live": self.live_homogeneity,
-        }  # fmt: skip
-        return {name: None if value is None else value.double() / self.tokens for name, value in sums.items()}
+
+class Movement(TokenSums):
+    """Sums of `MEASURES` per channel. The counts of regimes are missing for an activation without regimes.
+
+    D_sel: Σ |s(z′) − s(z)|. kappa_drift: Σ |κ(z′) − κ(z)|. D_EH: Σ (χ(z′) − χ(z))². D_EH_live: the same, weighted by
+    min(|φ(z)|, |φ(z′)|, 1). flip: changes of the regime. suppressive, positive: crossings of the lower and of the upper
+    threshold. severe: jumps between the outer regimes, which cross both: flip = suppressive + positive − severe.
+    """
+
+    def per_channel(self) -> dict[str, Tensor]:
+        """Return the means over tokens by measure, [channels], without the mask's weight."""
+        return {name: self.sums[name].double() / self.tokens for name in MEASURES if name in self.sums}
 
     def means(self, mask: Tensor | None = None) -> dict[str, float | None]:
-        """The means over tokens and channels; D_EH is the mean over tokens of Σ_c m_c (χ′ − χ)², m = 1 without mask.
-
-        D_EH_live is the same with the weight of `live_homogeneity` in the sum.
-        """
-        result: dict[str, float | None] = {}
+        """Return the means over tokens and channels; D_EH and D_EH_live are sums over channels with weights `mask`."""
+        result: dict[str, float | None] = dict.fromkeys(MEASURES)
         for name, value in self.per_channel().items():
             if name in MASKED:
-                assert value is not None
                 result[name] = float((value if mask is None else value * mask.to(value)).sum())
             else:
-                result[name] = None if value is None else float(value.mean())
+                result[name] = float(value.mean())
         return result
 
 
 def movement(before: Tensor, after: Tensor, activation: Activation, thresholds: Thresholds) -> Movement:
-    """How the gates moved from z = `before` to z′ = `after`, both [tokens, channels]."""
+    """Return how the gates changed from z = `before` to z′ = `after`, both [tokens, channels]."""
     z, moved = _wide(before), _wide(after)
     kappa, kappa_moved = activation.kappa(z), activation.kappa(moved)
     change = homogeneity_movement(chi(kappa), chi(kappa_moved), 1.0, reduction="none")
-    open_by = torch.minimum(activation.phi(z).abs(), activation.phi(moved).abs()).clamp(max=1)
-    counts: dict[str, Tensor | None] = dict.fromkeys(NEED_REGIMES)
+    weight = torch.minimum(activation.phi(z).abs(), activation.phi(moved).abs()).clamp(max=1)
+    sums = {
+        "D_sel": _summed((activation.selection(moved) - activation.selection(z)).abs()),
+        "kappa_drift": _summed((kappa_moved - kappa).abs()),
+        "D_EH": _summed(change),
+        # Avoids 0 · ∞ where χ overflows.
+        "D_EH_live": _summed(torch.where(weight == 0, weight, weight * change)),
+    }
     if thresholds is not None:
         lower, upper = thresholds
         below = (z < lower) ^ (moved < lower)
         above = (z > upper) ^ (moved > upper)
-        flip = {"flip": below | above, "suppressive": below, "positive": above, "severe": below & above}
-        counts |= {name: each.sum(0) for name, each in flip.items()}
-    return Movement(
-        tokens=z.shape[0],
-        selection=_summed((activation.selection(moved) - activation.selection(z)).abs()),
-        kappa=_summed((kappa_moved - kappa).abs()),
-        homogeneity=_summed(change),
-        # Not 0 · ∞ where χ is beyond the numbers.
-        live_homogeneity=_summed(torch.where(open_by == 0, open_by, open_by * change)),
-        **counts,
-    )
+        counts = {"flip": below | above, "suppressive": below, "positive": above, "severe": below & above}
+        sums |= {name: changed.sum(0) for name, changed in counts.items()}
+    return Movement(z.shape[0], sums)
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How one state's gates stand: regime counts [3, channels] (suppressive, responsive, positive), and how many z lie
-    in each bin of `HISTOGRAM_EDGES`; each is None where it was not asked for or there are no regimes.
+class Distribution(TokenSums):
+    """One state's gates: regime counts [3, channels] (suppressive, responsive, positive) and a histogram of z.
+
+    The regimes are missing for an activation without them, the histogram unless it was requested.
     """
 
-    tokens: int
-    regimes: Tensor | None
-    histogram: Tensor | None
-
-    def __add__(self, other: Standing) -> Standing:
-        return Standing(**{each.name: _added(self, other, each.name) for each in fields(self)})
-
     def shares(self) -> tuple[float, float, float] | None:
-        """(p_sup, p_res, p_pos) over tokens and channels (eq:regime_probs)."""
-        if self.regimes is None:
+        """Return (p_sup, p_res, p_pos) over tokens and channels (eq:regime_probs)."""
+        regimes = self.sums.get("regimes")
+        if regimes is None:
             return None
-        suppressive, responsive, positive = (self.regimes.sum(1).double() / self.regimes.sum()).tolist()
+        suppressive, responsive, positive = (regimes.sum(1).double() / regimes.sum()).tolist()
         return suppressive, responsive, positive
 
 
-def standing(z: Tensor, thresholds: Thresholds, *, histogram: bool = False) -> Standing:
-    """Where the gates z, [tokens, channels], stand."""
+def distribution(z: Tensor, thresholds: Thresholds, *, histogram: bool = False) -> Distribution:
+    """Return the distribution of the gates z, [tokens, channels]."""
     z = _wide(z)
-    regimes = None if thresholds is None else regime_counts(z, *thresholds, dim=0)
-    return Standing(z.shape[0], regimes, _histogram(z) if histogram else None)
+    sums = {} if thresholds is None else {"regimes": regime_counts(z, *thresholds, dim=0)}
+    if histogram:
+        first, last, bins = HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1], len(HISTOGRAM_EDGES) - 1
+        numbers = z[~z.isnan()]
+        places = ((numbers - first) * (bins / (last - first))).floor_().clamp_(0, bins - 1)
+        sums["histogram"] = torch.bincount(places.int(), minlength=bins)
+    return Distribution(z.shape[0], sums)
 
 
-def real_rows(z: Tensor, mask: Tensor | None, limit: int = 1 << 20) -> Iterator[Tensor]:
-    """Which rows of z, flattened to [tokens, channels], are real tokens, in parts of at most `limit` numbers.
+def token_slices(tensors: Sequence[Tensor], mask: Tensor | None, elements: int) -> Iterator[list[Tensor]]:
+    """Yield the real tokens of tensors of one shape [..., channels] as [tokens, channels] slices.
 
-    Parts, because what is computed from z is several times its size: 2²⁰ float32 numbers are 4 MiB.
+    A slice has at most `elements` numbers per tensor, because what is computed from it is several times its size.
     """
-    tokens = z.shape[:-1].numel()
-    rows = torch.arange(tokens, device=z.device) if mask is None else mask.reshape(-1).nonzero()[:, 0]
-    yield from torch.split(rows, max(1, limit // z.shape[-1]))
-
-
-def rows_of(z: Tensor, rows: Tensor) -> Tensor:
-    """Those rows of z, [rows, channels]."""
-    return z.reshape(-1, z.shape[-1]).index_select(0, rows)
+    width, device = tensors[0].shape[-1], tensors[0].device
+    flat = [tensor.reshape(-1, width) for tensor in tensors]
+    real = torch.ones(len(flat[0]), dtype=torch.bool, device=device) if mask is None else mask.reshape(-1).to(device)
+    for part in torch.split(real.nonzero()[:, 0], max(1, elements // width)):
+        yield [tensor.index_select(0, part) for tensor in flat]
 
 
 def _wide(z: Tensor) -> Tensor:
@@ -159,18 +135,6 @@ def _wide(z: Tensor) -> Tensor:
 
 
 def _summed(values: Tensor) -> Tensor:
-    if values.device.type == "mps":  # it has no float64
+    if values.device.type == "mps":  # has no float64
         values = values.cpu()
     return values.sum(0, dtype=torch.float64)
-
-
-def _histogram(z: Tensor) -> Tensor:
-    first, last, bins = HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1], len(HISTOGRAM_EDGES) - 1
-    finite = z[~z.isnan()]
-    places = ((finite - first) * (bins / (last - first))).floor_().clamp_(0, bins - 1)
-    return torch.bincount(places.int(), minlength=bins)
-
-
-def _added(one: object, other: object, name: str) -> Any:
-    a, b = getattr(one, name), getattr(other, name)
-    return None if a is None or b is None else a + b

@@ -1,4 +1,4 @@
-"""What the mismatch's sums say: energies, shares, the bound, the channels that carry it and who pointed at them."""
+"""Results from the mismatch's sums: energies, shares, the bound, the top channels and which statistic predicts them."""
 
 from __future__ import annotations
 
@@ -6,60 +6,70 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nalora.diagnostics.decomposition import TERMS, MismatchSums
-from nalora.diagnostics.ranks import held_by_top, rank_correlation, top_overlap
 from nalora.errors import counted
+from nalora.evaluation.significance import scipy_stats
 
-# The paper keeps 30 % of the channels, so that is how much of the mismatch's order a mask could hit.
+# The share of the channels that the paper's mask keeps.
 TOP_SHARE = 0.3
-# What could have been the mask, taken from the run's own z and u on the probe: attributes of `MismatchSums`.
+# Alternatives to the mask, computed from the run's z and u on the probe: attributes of `MismatchSums`.
 STATISTICS = {"derivative": "E|φ′|", "utility": "E|φ′u|", "selection": "E|s′zu|"}
 _LISTED_CHANNELS = 10
 _PAIRS = {"residual_selection": (0, 1), "residual_view": (0, 2), "selection_view": (1, 2)}
+# Upper limits of the rank correlation for each description.
+_VERDICTS = (
+    (-0.1, "puts its weight away from the mismatch"),
+    (0.1, "is unrelated to the mismatch"),
+    (0.3, "agrees weakly with the mismatch"),
+    (0.6, "puts much of its weight where the mismatch is"),
+    (math.inf, "puts its weight where the mismatch is"),
+)
 
 
 def measures(sums: Sequence[MismatchSums], masks: Sequence[Tensor | None] | None = None) -> dict[str, Any]:
-    """Lists with an entry for each block, as `mismatch.json` holds them; None where a number has no meaning.
+    """Return the contents of `mismatch.json`: lists with an entry per block, None for undefined values.
 
-    Args:
-        sums: of each block.
-        masks: the run's final mask of each block, None for a block without one; None for a run without masks.
+    `masks` are the run's final masks, None for a block without one; None for a run without masks.
     """
-    energies = [(each.products.diagonal() / max(1, each.tokens)).tolist() for each in sums]
+
+    def means(values: Iterable[Tensor]) -> list[float | None]:
+        pairs = zip(values, sums, strict=True)
+        return _finite(value.item() / max(1, block.tokens) for value, block in pairs)
+
+    energies = [(block.products.diagonal() / max(1, block.tokens)).tolist() for block in sums]
+    by_term = dict(zip(TERMS, zip(*energies, strict=True), strict=True)) if energies else dict.fromkeys(TERMS, ())
     return {
         "energy": {
-            **{term: _numbers(energy[index] for energy in energies) for index, term in enumerate(TERMS)},
-            "total": _numbers(each.total.item() / max(1, each.tokens) for each in sums),
+            **{term: _finite(values) for term, values in by_term.items()},
+            "total": means(block.total for block in sums),
         },
         # Energies do not add up: total = Σ energies + 2 Σ cross.
-        "cross": {
-            pair: _numbers(each.products[at].item() / max(1, each.tokens) for each in sums)
-            for pair, at in _PAIRS.items()
-        },
+        "cross": {pair: means(block.products[at] for block in sums) for pair, at in _PAIRS.items()},
         "share": {
-            term: _numbers(_ratio(energy[index], sum(energy)) for energy in energies)
-            for index, term in enumerate(TERMS)
+            term: _finite(_ratio(value, sum(energy)) for value, energy in zip(values, energies, strict=True))
+            for term, values in by_term.items()
         },
         "bound": {
-            "actual": _numbers(each.actual.item() / max(1, each.tokens) for each in sums),
-            "bound": _numbers(each.bound.item() / max(1, each.tokens) for each in sums),
-            "tightness": _numbers(_ratio(each.actual.item(), each.bound.item()) for each in sums),
+            "actual": means(block.actual for block in sums),
+            "bound": means(block.bound for block in sums),
+            "tightness": _finite(_ratio(block.actual.item(), block.bound.item()) for block in sums),
         },
-        "top_channels": [_top_channels(each.channel_energy) for each in sums],
-        # What the best choice of 30 % of the channels holds: the ceiling for `energy_held` below.
-        "most_held": [held_by_top(each.channel_energy, each.channel_energy, TOP_SHARE) for each in sums],
+        "top_channels": [_top_channels(block.channel_energy) for block in sums],
+        # What the best 30 % of the channels hold: the maximum of `energy_held` below.
+        "most_held": [held_by_top(block.channel_energy, block.channel_energy, TOP_SHARE) for block in sums],
         "mask": None if masks is None else agreement(masks, sums),
-        "statistics": {name: agreement([getattr(each, name) for each in sums], sums) for name in STATISTICS},
+        "statistics": {name: agreement([getattr(block, name) for block in sums], sums) for name in STATISTICS},
     }
 
 
 def agreement(weights: Sequence[Tensor | None], sums: Sequence[MismatchSums]) -> dict[str, Any]:
-    """Whether weights of channels lie where their selection mismatch is; None where either has no order."""
+    """Return how well weights of channels agree with their selection mismatch; None where either is constant."""
     pairs = [
-        None if weight is None else (weight.detach().cpu().double(), each.channel_energy.cpu())
-        for weight, each in zip(weights, sums, strict=True)
+        None if weight is None else (weight.detach().cpu().double(), block.channel_energy.cpu())
+        for weight, block in zip(weights, sums, strict=True)
     ]
     return {
         "rank_correlation": [pair and rank_correlation(*pair) for pair in pairs],
@@ -71,34 +81,63 @@ def agreement(weights: Sequence[Tensor | None], sums: Sequence[MismatchSums]) ->
 
 
 def in_words(result: Mapping[str, Any]) -> str:
-    """Whether the mask put its weight where the mismatch is, or, without a mask, whether sensitivity would have."""
+    """Return a sentence on whether the mask, or without one the sensitivity, agrees with the mismatch."""
     if not any(result["energy"]["total"]):
-        return "The run and its target pass the same values through every block: there is no mismatch to point at."
-    asked = result["mask"] or result["statistics"]["derivative"]
-    who = "mask" if result["mask"] else "sensitivity E|φ′(z)|, which would be the mask,"
-    correlations = [each for each in asked["rank_correlation"] if each is not None]
+        return "The run and its target have the same values in every block: there is no mismatch."
+    weights = result["mask"] or result["statistics"]["derivative"]
+    name = "mask" if result["mask"] else "sensitivity E|φ′(z)|, which would be the mask,"
+    correlations = [value for value in weights["rank_correlation"] if value is not None]
     if not correlations:
-        return f"The {who} gives every channel the same weight: it points nowhere."
-    correlation, held = _mean(correlations), _mean(asked["energy_held"])
+        return f"The {name} gives every channel the same weight."
+    correlation, held = _mean(correlations), _mean(weights["energy_held"])
     verdict = next(words for limit, words in _VERDICTS if correlation < limit)
     return (
-        f"The {who} {verdict}: rank correlation {correlation:+.2f} over {counted(len(correlations), 'block')}; its top"
+        f"The {name} {verdict}: rank correlation {correlation:+.2f} over {counted(len(correlations), 'block')}; its top"
         f" {TOP_SHARE:.0%} of the channels hold {held:.0%} of the selection mismatch"
         f" (chance {TOP_SHARE:.0%}, at most {_mean(result['most_held']):.0%})."
     )
 
 
-_VERDICTS = (
-    (-0.1, "puts its weight away from the mismatch"),
-    (0.1, "does not know where the mismatch is"),
-    (0.3, "leans towards the mismatch, weakly"),
-    (0.6, "puts much of its weight where the mismatch is"),
-    (math.inf, "puts its weight where the mismatch is"),
-)
+def rank_correlation(one: Tensor, other: Tensor) -> float | None:
+    """Return Spearman's ρ, with mean ranks for ties; None where either side is constant or not finite."""
+    if not _have_order(one, other):
+        return None
+    return float(scipy_stats().spearmanr(one.double().cpu(), other.double().cpu()).statistic)
+
+
+def top_overlap(one: Tensor, other: Tensor, share: float) -> float | None:
+    """Return how much of one's top `share` is in the other's too; `share` by chance, None where either is constant."""
+    if not _have_order(one, other):
+        return None
+    return float(_top_weights(one, share) @ _top_weights(other, share)) / _top_count(one, share)
+
+
+def held_by_top(values: Tensor, amounts: Tensor, share: float) -> float | None:
+    """Return the part of all `amounts` in the top `share` of the channels by `values`; `share` by chance."""
+    total = float(amounts.double().sum())
+    if not total or not _have_order(values, amounts):
+        return None
+    return float(_top_weights(values, share) @ amounts.double()) / total
+
+
+def _top_weights(values: Tensor, share: float) -> Tensor:
+    """Return how much each channel belongs to the top `share`; channels that tie for the last places share them."""
+    count = _top_count(values, share)
+    threshold = values.sort(descending=True).values[count - 1]
+    above, tied = values > threshold, values == threshold
+    return above.double() + tied.double() * ((count - above.sum()) / tied.sum())
+
+
+def _top_count(values: Tensor, share: float) -> int:
+    return max(1, round(share * len(values)))
+
+
+def _have_order(*sides: Tensor) -> bool:
+    return all(bool(torch.isfinite(side).all()) and bool(side.min() < side.max()) for side in sides)
 
 
 def _top_channels(energy: Tensor) -> list[list[float]]:
-    """The channels with the most energy and their shares of it; none where nothing differs."""
+    """Return the channels with the most energy and their shares of it; none where nothing differs."""
     total = energy.sum().item()
     if not total or not math.isfinite(total):
         return []
@@ -110,8 +149,8 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _numbers(values: Iterable[float | None]) -> list[float | None]:
-    """JSON has no NaN: what is not finite is null."""
+def _finite(values: Iterable[float | None]) -> list[float | None]:
+    """Return the values with None in place of those that are not finite, which JSON does not have."""
     return [value if value is not None and math.isfinite(value) else None for value in values]
 
 

@@ -1,4 +1,4 @@
-"""Where z and u come out of a model, by names that hold for its base, its adapted and its fine-tuned form alike."""
+"""Where a model computes z and u, by layer names that are the same in its base, adapted and fine-tuned form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nalora.activations import Activation
-from nalora.control.blocks import FFNBlock, find_blocks
+from nalora.control.blocks import find_blocks
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
 
@@ -36,48 +36,35 @@ class GateSite:
 
 
 def find_sites(model: nn.Module) -> tuple[GateSite, ...]:
-    """Every FFN block of `model` in its order, adapted or not; sought on a copy without weights.
-
-    Raises:
-        NALoRAError: no FFN block in it.
-    """
-    adapted = _all_linear_layers_adapted(model)
-    found = find_blocks(adapted).blocks
-    if not found:
+    """Return the FFN blocks of a model in order, found on a copy without weights. Raises NALoRAError if it has none."""
+    adapted = _with_all_layers_adapted(model)
+    base = base_of(adapted)
+    prefix = next((f"{name}." for name, module in adapted.named_modules() if module is base and name), "")
+    sites = tuple(
+        GateSite(
+            name=block.name.removeprefix(prefix),
+            activation=block.activation,
+            width=block.width,
+            gate=block.gate.name.removeprefix(prefix),
+            gate_rows=block.gate.rows,
+            up=block.up.name.removeprefix(prefix) if block.up else None,
+            up_rows=block.up.rows if block.up else slice(None),
+            up_offset=block.up_offset,
+        )
+        for block in find_blocks(adapted).blocks
+    )
+    if not sites:
         raise NALoRAError(
             type(base_of(model)).__name__,
             found="no FFN block",
             expected="a model with an activation between linear layers",
             fix="see `nalora inspect`",
         )
-    start = _prefix(adapted)
-    return tuple(_site(block, start) for block in found)
+    return sites
 
 
-def _site(block: FFNBlock, start: str) -> GateSite:
-    def named(name: str) -> str:
-        return name.removeprefix(start)
-
-    up = block.up
-    return GateSite(
-        name=named(block.name),
-        activation=block.activation,
-        width=block.width,
-        gate=named(block.gate.name),
-        gate_rows=block.gate.rows,
-        up=named(up.name) if up else None,
-        up_rows=up.rows if up else slice(None),
-        up_offset=block.up_offset,
-    )
-
-
-def _prefix(model: nn.Module) -> str:
-    base = base_of(model)
-    return next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-
-
-def _all_linear_layers_adapted(model: nn.Module) -> nn.Module:
-    """A copy on the meta device with an adapter on every linear layer: `find_blocks` looks at adapted blocks alone."""
+def _with_all_layers_adapted(model: nn.Module) -> nn.Module:
+    """Return a copy on the meta device with an adapter on every linear layer: `find_blocks` needs adapted blocks."""
     import peft
     from peft.tuners.lora.layer import LoraLayer
     from transformers import PreTrainedModel
@@ -93,17 +80,17 @@ def _all_linear_layers_adapted(model: nn.Module) -> nn.Module:
     elif any(isinstance(module, LoraLayer) for module in model.modules()):
         return model
     else:
-        held = [*base.parameters(), *base.buffers()]
-        skeleton = copy.deepcopy(base, {id(each): _weightless(each) for each in held})
+        tensors = [*base.parameters(), *base.buffers()]
+        skeleton = copy.deepcopy(base, {id(tensor): _without_data(tensor) for tensor in tensors})
         targets = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
     settings = peft.LoraConfig(r=1, target_modules=targets)
     with warnings.catch_warnings():
-        # PEFT tells of GPT-2's transposed layers; here nobody computes with them.
+        # PEFT warns about GPT-2's transposed layers, which are not computed here.
         warnings.simplefilter("ignore")
         wrapped: nn.Module = peft.get_peft_model(skeleton, settings, low_cpu_mem_usage=True)
     return wrapped
 
 
-def _weightless(tensor: torch.Tensor) -> torch.Tensor:
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     empty = tensor.detach().to("meta")
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty

@@ -1,4 +1,4 @@
-"""Training methods by name, behind one interface: each file here holds one, and so may a file of yours."""
+"""Training methods by name, behind one interface. Each module with METHODS adds its own, and so can a user's file."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ __all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
 
 @functools.cache
 def _known() -> dict[str, type[Method]]:
-    """Every method of this package, found by what its modules call METHODS."""
+    """Return the methods in METHODS of every module of this package, by name."""
     return python_files.scan(__name__, __path__, "METHODS")
 
 
 def names() -> list[str]:
-    """Every method by name."""
+    """Return the names of all methods of this package."""
     return sorted(_known())
 
 
 def get(name: str) -> type[Method]:
-    """The method of that name, a tuner of PEFT's (``peft/gralora``), or one of a Python file's METHODS.
+    """Return the method `name`, a tuner of PEFT (``peft/gralora``), or a method of a Python file.
 
-    ``file.py`` is the first of them, ``file.py:lora-fa`` the one of that name.
-
-    Raises:
-        NALoRAError: no such method.
+    ``file.py`` is the first entry of the file's METHODS, ``file.py:lora-fa`` the entry named lora-fa.
+    Raises NALoRAError if there is no such method.
     """
     if python_files.split(name):
         method: type[Method] = python_files.entry("method", name, "METHODS")
@@ -50,6 +48,6 @@ def get(name: str) -> type[Method]:
 
 @functools.cache
 def costs() -> dict[str, dict[str, float]]:
-    """What methods cost as measured, in units of LoRA's step and memory; `benchmarks/methods_page.py` writes it."""
+    """Return measured step time and memory relative to LoRA, as `benchmarks/methods_page.py` writes them."""
     measured: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("costs.json").read_text("utf-8"))
     return measured

@@ -1,4 +1,4 @@
-"""AdaLoRA: ΔW = (α/r)·B·(E ⊙ A), whose singular values E are pruned where they matter least, down to a budget."""
+"""AdaLoRA: ΔW = (α/r)·B·(E ⊙ A), where the least important singular values E are pruned down to a rank budget."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from nalora.distributed.shards import full_tensor
-from nalora.errors import NALoRAError, counted, require
+from nalora.errors import NALoRAError, counted
 from nalora.methods.lora import LoRA, lora_layers
-from nalora.methods.method import Adapter, Start
+from nalora.methods.method import Adapter, Start, check_settings
 from nalora.methods.saving import write_lora
 from nalora.models.peft_names import ADAPTER
 
 
 @dataclass(frozen=True)
 class AdaLoRA(LoRA):
-    """PEFT's AdaLoRA, with the ranks allocated at every step, kept in checkpoints, and saved as plain LoRA.
+    """PEFT's AdaLoRA, with ranks allocated at every step, its state in checkpoints, and saved as plain LoRA.
 
     Args:
-        target_rank: r̄, the mean rank over layers at the end; the run's rank by default.
-        initial_rank: of every layer at the start; 1.5 × target_rank by default.
-        warmup_share: of the steps, before anything is pruned (t_i).
-        final_share: of the steps, after the last pruning (t_f).
+        target_rank: r̄, the mean rank over layers at the end (default: the run's rank).
+        initial_rank: rank of every layer at the start (default: 1.5 × target_rank).
+        warmup_share: share of the steps before the first pruning (t_i).
+        final_share: share of the steps after the last pruning (t_f).
         every: steps between prunings (Δ_T).
-        beta1: of the average of a weight's sensitivity, abs(w·g).
-        beta2: of the average of that sensitivity's distance from its average.
-        orthogonality: the weight of ‖AAᵀ − I‖ + ‖BᵀB − I‖ in the loss (γ), averaged over all A and B.
+        beta1: decay of the moving average of the sensitivity abs(w·g).
+        beta2: decay of the moving average of the sensitivity's distance from its average.
+        orthogonality: weight γ in the loss of ‖AAᵀ − I‖ + ‖BᵀB − I‖, averaged over all A and B.
     """
 
     name = "adalora"
@@ -51,7 +51,8 @@ class AdaLoRA(LoRA):
     orthogonality: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, holds, expected in (
+        check_settings(
+            self,
             ("target_rank", self.target_rank is None or self.target_rank >= 1, "1 or more"),
             ("initial_rank", self.initial_rank is None or self.initial_rank >= 2, "2 or more"),
             ("warmup_share", 0 <= self.warmup_share < 1, "a share in [0, 1)"),
@@ -60,15 +61,10 @@ class AdaLoRA(LoRA):
             ("beta1", 0 < self.beta1 < 1, "a number in (0, 1)"),
             ("beta2", 0 < self.beta2 < 1, "a number in (0, 1)"),
             ("orthogonality", self.orthogonality >= 0, "0 or more"),
-        ):
-            require(holds, f"method 'adalora', {name}", getattr(self, name), expected)
+        )
 
     def ranks(self, adapter: Adapter) -> tuple[int, int]:
-        """The target and the initial rank.
-
-        Raises:
-            NALoRAError: nothing would be pruned.
-        """
+        """Return the target and the initial rank. Raises NALoRAError if nothing would be pruned."""
         target = self.target_rank or adapter.rank
         initial = self.initial_rank or math.ceil(1.5 * target)
         if initial <= target:
@@ -81,13 +77,9 @@ class AdaLoRA(LoRA):
         return target, initial
 
     def schedule(self, steps: int) -> dict[str, int]:
-        """t_i, t_f and the number of steps, as PEFT's configuration names them.
-
-        Raises:
-            NALoRAError: no step is left to prune at.
-        """
+        """Return t_i, t_f and the number of steps by PEFT's names. Raises NALoRAError if no step is left to prune."""
         warmup, final = round(self.warmup_share * steps), round(self.final_share * steps)
-        # The last pruning, at step `steps - final`, goes by what the steps before it have measured.
+        # The last pruning, at step `steps - final`, uses what was measured in the steps before it.
         if steps - final < max(warmup + 1, 2):
             raise NALoRAError(
                 f"method 'adalora', {counted(steps, 'step')}",
@@ -98,19 +90,19 @@ class AdaLoRA(LoRA):
         return {"tinit": warmup, "tfinal": final, "total_step": steps}
 
     def config(self, adapter: Adapter, start: Start) -> Any:
-        """PEFT's configuration."""
+        """Return PEFT's configuration."""
         import peft
 
         target, initial = self.ranks(adapter)
-        # PEFT's AdaLoRA does not read r.
-        settings = {name: value for name, value in self.config_settings(adapter).items() if name != "r"}
-        return peft.AdaLoraConfig(
-            **settings, **self.schedule(start.steps), target_r=target, init_r=initial, deltaT=self.every,
-            beta1=self.beta1, beta2=self.beta2, orth_reg_weight=0.0,  # added in `attach`
-        )  # fmt: skip
+        settings = self.config_settings(adapter)
+        del settings["r"]  # PEFT's AdaLoRA does not read it
+        settings |= self.schedule(start.steps)
+        settings |= {"target_r": target, "init_r": initial, "deltaT": self.every}
+        # RankAllocation adds the orthogonality penalty.
+        return peft.AdaLoraConfig(**settings, beta1=self.beta1, beta2=self.beta2, orth_reg_weight=0.0)
 
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:
-        """Freeze the number that ΔW is divided by: PEFT lets it learn where it casts adapters of a 16-bit base."""
+        """Freeze the divisor of ΔW, which PEFT makes trainable when it casts adapters of a 16-bit base."""
         for _, layer in lora_layers(model):
             layer.ranknum[ADAPTER].requires_grad_(False)
 
@@ -122,7 +114,7 @@ class AdaLoRA(LoRA):
 
     @torch.no_grad()
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Plain LoRA with A′ = E ⊙ A, pruned directions as zeros: no orthogonality in its loss, loaded everywhere."""
+        """Write plain LoRA with A′ = E ⊙ A and zeros for pruned directions, which every PEFT reader can load."""
         tensors: dict[str, Tensor] = {}
         for name, layer in lora_layers(model):
             a, e, b = (full_tensor(getattr(layer, factor)[ADAPTER]) for factor in ("lora_A", "lora_E", "lora_B"))

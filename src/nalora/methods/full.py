@@ -1,4 +1,4 @@
-"""Full fine-tuning: every weight learns."""
+"""Full fine-tuning: every weight is trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nalora.methods.method import Adapter, Method, Start
 
 @dataclass(frozen=True)
 class Full(Method):
-    """The model itself, whole."""
+    """The whole model is trained, without an adapter."""
 
     name = "full"
     title = "full fine-tuning"
@@ -22,19 +22,16 @@ class Full(Method):
     not_under_na_lora = "there is no adapter whose steps could be controlled"
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """Let every weight learn, in at least float32.
+        """Make every weight trainable, in float32 or wider. Raises NALoRAError for quantised weights.
 
-        A step of 2e-5 is less than half of what bfloat16 can tell apart around 0.02: added to 16-bit weights most of
-        training would be rounded away. Under the Trainer's autocast products are still computed in 16 bits.
-
-        Raises:
-            NALoRAError: the weights are quantised.
+        A step of 2e-5 is less than half the spacing of bfloat16 values around 0.02, so 16-bit weights would round most
+        of the training away. Under the Trainer's autocast, products are still computed in 16 bits.
         """
         if getattr(model, "is_quantized", False):
             raise NALoRAError(
                 "method 'full'",
                 found="a quantised model",
-                expected="weights that can learn",
+                expected="weights that can be trained",
                 fix="leave quantise out, or train an adapter",
             )
         for parameter in model.parameters():

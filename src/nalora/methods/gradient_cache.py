@@ -1,4 +1,4 @@
-"""What was made of gradients, kept by content: found again where weights, batches and settings are the same."""
+"""Cache of reduced gradients, found again by a hash of weights, batches and settings."""
 
 from __future__ import annotations
 
@@ -18,42 +18,51 @@ from nalora.files import atomic
 from nalora.methods.lora import lora_layers
 from nalora.methods.method import Batch
 
-# Of each layer by name, the tensors that were kept, by what they are.
+# The kept tensors of each layer: by the layer's name, then by what they are.
 Reduced = dict[str, dict[str, Tensor]]
 
 _log = logging.getLogger("nalora")
-# Of the files' form and of how gradients are taken: another number finds nothing of before. Up to 1, a batch was what
-# one pass had, not what an optimizer step has.
+# Version of the file format and of how gradients are computed; files of other versions are not found. In version 1 a
+# batch was one pass, not one optimizer step.
 _VERSION = 2
-# What a configuration says that no gradient depends on.
+# Fields of a model's configuration that no gradient depends on.
 _NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "use_cache")
 
 
 def file_name(model: nn.Module, batches: Iterable[Batch], device: torch.device, settings: Mapping[str, Any]) -> str:
-    """Named by all that gradients depend on: weights, configuration, every process's batches, settings, layers."""
-    content = hashlib.blake2b(digest_size=24)
-    known = {"version": _VERSION, "settings": dict(settings), "model": _config(model)}
-    known["layers"] = [name for name, _ in lora_layers(model)]
-    content.update(json.dumps(known, sort_keys=True, default=str).encode())
-    # A quantised layer's scales are in its state, not among its parameters; the adapters do not act.
+    """Return a name that depends on weights, configuration, all processes' batches, settings and layers."""
+    config: Any = getattr(model, "config", None)
+    fields: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    inputs = {
+        "version": _VERSION,
+        "settings": dict(settings),
+        "model": {name: value for name, value in fields.items() if name not in _NAMES_ONLY},
+        "layers": [name for name, _ in lora_layers(model)],
+    }
+    content = hashlib.blake2b(json.dumps(inputs, sort_keys=True, default=str).encode(), digest_size=24)
+    # The scales of a quantised layer are in its state, not in its parameters; the adapters are switched off.
     state = dict(model.named_buffers()) | model.state_dict()
-    for name in sorted(name for name in state if ".lora_" not in name):
-        _add(content, name, state[name])
-    content.update(_of_all_processes(batches, device))
+    _update(content, {name: tensor for name, tensor in state.items() if ".lora_" not in name})
+    own = hashlib.blake2b(digest_size=32)
+    for number, batch in enumerate(batches):
+        _update(own, {f"{number} {name}": tensor for name, tensor in batch.items()})
+    digests = torch.zeros(processes.count(), 4, dtype=torch.long, device=device)
+    digests[processes.rank()] = torch.frombuffer(bytearray(own.digest()), dtype=torch.long).to(device)
+    content.update(processes.sum_over_processes(digests).cpu().numpy().tobytes())
     return f"{content.hexdigest()}.safetensors"
 
 
 def read(file: Path, layers: set[str], device: torch.device) -> Reduced | None:
-    """What is kept there of these layers, if every process finds it whole."""
-    found = _read(file)
-    usable = found is not None and set(found) == layers
+    """Return the cached tensors of these layers, or None unless every process can read them."""
+    reduced = _read(file)
+    usable = reduced is not None and set(reduced) == layers
     agreed = processes.sum_over_processes(torch.tensor(int(usable), device=device))
-    return found if usable and int(agreed) == processes.count() else None
+    return reduced if usable and int(agreed) == processes.count() else None
 
 
 def write(file: Path, reduced: Reduced) -> None:
-    """Keep it, whole or not at all. A cache that cannot be written costs time, not the run."""
-    tensors = {f"{layer}/{part}": each for layer, parts in reduced.items() for part, each in parts.items()}
+    """Write the file completely or not at all, and log a warning if it cannot be written."""
+    tensors = {f"{layer}/{part}": tensor for layer, parts in reduced.items() for part, tensor in parts.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic.save_tensors(file, tensors, {"digest": _digest(tensors)})
@@ -66,12 +75,12 @@ def _read(file: Path) -> Reduced | None:
         return None
     try:
         with safe_open(file, "pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-            whole = (opened.metadata() or {}).get("digest") == _digest(tensors)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+            intact = (opened.metadata() or {}).get("digest") == _digest(tensors)
     except (OSError, SafetensorError):
-        whole = False
-    if not whole:
-        _log.warning("nalora: %s is damaged and made again", file)
+        intact = False
+    if not intact:
+        _log.warning("nalora: %s is damaged and is computed again", file)
         return None
     reduced: Reduced = {}
     for name, tensor in tensors.items():
@@ -82,27 +91,12 @@ def _read(file: Path) -> Reduced | None:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     content = hashlib.blake2b(digest_size=24)
-    for name in sorted(tensors):
-        _add(content, name, tensors[name])
+    _update(content, tensors)
     return content.hexdigest()
 
 
-def _of_all_processes(batches: Iterable[Batch], device: torch.device) -> bytes:
-    own = hashlib.blake2b(digest_size=32)
-    for number, batch in enumerate(batches):
-        for name in sorted(batch):
-            _add(own, f"{number} {name}", batch[name])
-    every = torch.zeros(processes.count(), 4, dtype=torch.long, device=device)
-    every[processes.rank()] = torch.frombuffer(bytearray(own.digest()), dtype=torch.long).to(device)
-    return processes.sum_over_processes(every).cpu().numpy().tobytes()
-
-
-def _add(content: Any, name: str, tensor: Tensor) -> None:
-    content.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _config(model: nn.Module) -> dict[str, Any]:
-    config: Any = getattr(model, "config", None)
-    said: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {name: value for name, value in said.items() if name not in _NAMES_ONLY}
+def _update(content: Any, tensors: Mapping[str, Tensor]) -> None:
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        content.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        content.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

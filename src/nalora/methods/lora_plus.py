@@ -1,4 +1,4 @@
-"""LoRA+: B learns with a rate λ times that of A."""
+"""LoRA+: the learning rate of B is λ times that of A."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.errors import require
 from nalora.methods.lora import LoRA
+from nalora.methods.method import check_settings
 from nalora.methods.optimizers import named_optimizer
 
 
 @dataclass(frozen=True)
 class LoRAPlus(LoRA):
-    """LoRA under two learning rates.
+    """LoRA with two learning rates.
 
     Args:
         ratio: λ; the run's learning rate is that of A.
@@ -28,37 +28,28 @@ class LoRAPlus(LoRA):
     ratio: float = 16.0
 
     def __post_init__(self) -> None:
-        require(self.ratio > 0, "ratio", self.ratio, "λ > 0", "16 is the paper's")
+        check_settings(self, ("ratio", self.ratio > 0, "λ > 0 (the paper uses 16)"))
 
-    def optimizer(self, trainer: Any) -> Optimizer:
-        """The run's optimizer, with B at λ times the learning rate."""
-        return lora_plus_optimizer(trainer, self.ratio)
+    def optimizer(self, trainer: Any) -> Optimizer | None:
+        """Return the run's optimizer with λ times the learning rate for B.
+
+        Raises NALoRAError for an optimizer that makes its own parameter groups.
+        """
+        args = trainer.args
+        groups = lora_plus_groups(trainer.model, args.learning_rate, self.ratio, args.weight_decay)
+        return named_optimizer(trainer, groups)
 
 
 def lora_plus_groups(model: nn.Module, lr: float, ratio: float, weight_decay: float) -> list[dict[str, Any]]:
-    """What learns, in two parameter groups: B at `ratio` times `lr`, and all else at `lr`.
+    """Return two parameter groups: B with `ratio` times `lr`, and all other trainable parameters with `lr`.
 
-    DoRA's μ is among the rest. PEFT's own LoRA+ raises every vector's learning rate along with B's.
+    DoRA's μ is in the second group. PEFT's own LoRA+ also raises the learning rate of every vector.
     """
-    b: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (b if ".lora_B." in name else rest).append(parameter)
+    trainable = [(".lora_B." in name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
-        {"params": rest, "lr": lr, "weight_decay": weight_decay},
-        {"params": b, "lr": ratio * lr, "weight_decay": weight_decay},
+        {"params": [p for is_b, p in trainable if not is_b], "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for is_b, p in trainable if is_b], "lr": ratio * lr, "weight_decay": weight_decay},
     ]
-
-
-def lora_plus_optimizer(trainer: Any, ratio: float) -> Optimizer:
-    """The optimizer that a `transformers.Trainer`'s arguments name, over LoRA+'s groups.
-
-    Raises:
-        NALoRAError: an optimizer that makes its own parameter groups.
-    """
-    args = trainer.args
-    return named_optimizer(trainer, lora_plus_groups(trainer.model, args.learning_rate, ratio, args.weight_decay))
 
 
 METHODS = (LoRAPlus,)

@@ -1,12 +1,12 @@
 """LoRA-Pro's equations as pure tensor functions (Wang et al. 2024, arXiv 2407.18242).
 
-Notation: W = W₀ + s·B·A with A of r × n and B of m × r. G is the gradient of W, so that those of the factors are
+Notation: W = W₀ + s·B·A with A of r × n and B of m × r. G is the gradient of W, so those of the factors are
 g_A = s·Bᵀ·G and g_B = s·G·Aᵀ. P_B = B·(BᵀB)⁻¹·Bᵀ and P_A = Aᵀ·(AAᵀ)⁻¹·A are the projections on B's columns and A's
-rows. A step along (g_A*, g_B*) moves W along s·B·g_A* + s·g_B*·A = P_B·G + (I − P_B)·G·P_A, the gradient that is
-nearest to G among all that a step of A and B can follow.
+rows. A step along (g_A*, g_B*) moves W along s·B·g_A* + s·g_B*·A = P_B·G + (I − P_B)·G·P_A, the gradient closest to G
+among all that steps of A and B can follow.
 
-Every tensor may have leading dimensions, for stacks of modules of one shape. The functions work in the dtype they are
-given and never branch on data; only `spectrum` waits for the device, since `torch.linalg.eigh` does.
+Tensors may have leading dimensions, for stacks of modules of one shape. The functions compute in the dtype of their
+inputs and never branch on data; only `spectrum` waits for the device, because `torch.linalg.eigh` does.
 """
 
 from __future__ import annotations
@@ -25,28 +25,18 @@ class Spectrum(NamedTuple):
     inverse: Tensor
 
 
-def gram_of_columns(B: Tensor) -> Tensor:
-    """BᵀB, r × r."""
-    return B.mT @ B
-
-
-def gram_of_rows(A: Tensor) -> Tensor:
-    """AAᵀ, r × r."""
-    return A @ A.mT
-
-
 def default_damping(dtype: torch.dtype) -> float:
-    """δ relative to the trace: eight roundings, 1e-6 in float32.
+    """Return δ relative to the trace: eight times the machine epsilon, 1e-6 in float32.
 
-    Measured in float32 at rank 8: P_B·G + (I − P_B)·G·P_A is off by 5e-6 of G for a random B of any size from 1e-6 to 1
-    (an absolute 1e-8 is off by 1e-2 at B ~ 1e-4), and by 1e-3 where one column of B depends on the others and the
-    rounding of g_A is divided by δ. One rounding instead of eight would turn these into 7e-7 and 9e-3.
+    Measured in float32 at rank 8: the error of P_B·G + (I − P_B)·G·P_A is 5e-6 of G for a random B of any size from
+    1e-6 to 1 (with an absolute δ of 1e-8 it is 1e-2 at B ~ 1e-4), and 1e-3 where one column of B depends on the others
+    and the rounding of g_A is divided by δ. With one epsilon instead of eight these would be 7e-7 and 9e-3.
     """
     return 8 * torch.finfo(dtype).eps
 
 
 def spectrum(gram: Tensor, damping: float | None = None) -> Spectrum:
-    """Eigenvalues, eigenvectors and inverse of M + δ·I with δ = damping · tr M; that of M = 0 is zero.
+    """Return eigenvalues, eigenvectors and inverse of M + δ·I with δ = damping · tr M; zeros for M = 0.
 
     A trace below tiny/eps² (8e-25 in float32: B ~ 1e-13) counts as zero. Above it everything stays finite, also the
     squares of g_A* that Adam keeps: ‖g_A*‖ ≤ ‖G‖ / (2·s·√δ) < 1e15·‖G‖.
@@ -56,22 +46,22 @@ def spectrum(gram: Tensor, damping: float | None = None) -> Spectrum:
     values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0)
     trace = values.sum(-1, keepdim=True)
-    alive = trace > info.tiny / info.eps**2
-    values = torch.where(alive, values + relative * trace, 0)
-    reciprocal = torch.where(alive, values.reciprocal(), 0)
+    nonzero = trace > info.tiny / info.eps**2
+    values = torch.where(nonzero, values + relative * trace, 0)
+    reciprocal = torch.where(nonzero, values.reciprocal(), 0)
     return Spectrum(values, vectors, (vectors * reciprocal.unsqueeze(-2)) @ vectors.mT)
 
 
 def coupling(of_b: Spectrum, of_a: Spectrum, right: Tensor) -> Tensor:
-    """X of BᵀB·X + X·AAᵀ = R: both coefficients are symmetric, so in their eigenbases X_ij = R_ij / (λ_i + μ_j)."""
+    """Return X of BᵀB·X + X·AAᵀ = R: in the eigenbases of the symmetric BᵀB and AAᵀ, X_ij = R_ij / (λ_i + μ_j)."""
     sums = of_b.values.unsqueeze(-1) + of_a.values.unsqueeze(-2)
     rotated = of_b.vectors.mT @ right @ of_a.vectors
-    # Both zero only where A = 0 and B = 0, and R is zero there as well.
+    # Both are zero only where A = 0 and B = 0, and R is zero there as well.
     return of_b.vectors @ (rotated / sums.masked_fill(sums == 0, 1)) @ of_a.vectors.mT
 
 
 def nearest_coupling(A: Tensor, g_A: Tensor, scaling: float, of_b: Spectrum, of_a: Spectrum) -> Tensor:
-    """The X for which (g_A*, g_B*) is nearest to (g_A, g_B).
+    """Return the X for which (g_A*, g_B*) is closest to (g_A, g_B).
 
     The derivative of ‖g_A* − g_A‖² + ‖g_B* − g_B‖² by X is zero where BᵀB·X + X·AAᵀ =
     −s⁻²·(BᵀB)⁻¹·g_A·Aᵀ + (g_A·Aᵀ − Bᵀ·g_B), and the bracket is zero: both are s·Bᵀ·G·Aᵀ.
@@ -82,7 +72,7 @@ def nearest_coupling(A: Tensor, g_A: Tensor, scaling: float, of_b: Spectrum, of_
 def with_coupling(
     A: Tensor, B: Tensor, g_A: Tensor, g_B: Tensor, scaling: float, of_b: Spectrum, of_a: Spectrum, X: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """g_A* = s⁻²·(BᵀB)⁻¹·g_A + X·A and g_B* = s⁻²·(I − P_B)·g_B·(AAᵀ)⁻¹ − B·X, for any X."""
+    """Return g_A* = s⁻²·(BᵀB)⁻¹·g_A + X·A and g_B* = s⁻²·(I − P_B)·g_B·(AAᵀ)⁻¹ − B·X, for any X."""
     outside = g_B - B @ (of_b.inverse @ (B.mT @ g_B))
     return (
         of_b.inverse @ g_A * scaling**-2 + X @ A,
@@ -100,29 +90,21 @@ def adjusted_gradients(
     of_a: Spectrum | None = None,
     damping: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(g_A*, g_B*) with the nearest X; B = 0 gives 0 and s⁻²·g_B·(AAᵀ)⁻¹.
+    """Return (g_A*, g_B*) with the nearest X; B = 0 gives 0 and s⁻²·g_B·(AAᵀ)⁻¹.
 
-    Args:
-        A: r × n.
-        B: m × r.
-        g_A: the gradient of A.
-        g_B: the gradient of B.
-        scaling: s.
-        of_b: the spectrum of BᵀB, where it is known.
-        of_a: the spectrum of AAᵀ, where it is known.
-        damping: δ relative to the trace, for spectra that are not given.
+    `of_b` and `of_a` are the spectra of BᵀB and AAᵀ, computed with `damping` where they are not given.
     """
-    of_b = of_b or spectrum(gram_of_columns(B), damping)
-    of_a = of_a or spectrum(gram_of_rows(A), damping)
+    of_b = of_b or spectrum(B.mT @ B, damping)
+    of_a = of_a or spectrum(A @ A.mT, damping)
     X = nearest_coupling(A, g_A, scaling, of_b, of_a)
     return with_coupling(A, B, g_A, g_B, scaling, of_b, of_a, X)
 
 
 def equivalent_gradient(A: Tensor, B: Tensor, g_A: Tensor, g_B: Tensor, scaling: float) -> Tensor:
-    """s·B·g_A* + s·g_B*·A, m × n: how W moves when A and B move along g_A* and g_B*."""
+    """Return s·B·g_A* + s·g_B*·A, m × n: how W moves when A and B move along g_A* and g_B*."""
     return scaling * (B @ g_A + g_B @ A)
 
 
 def gradients_of_factors(A: Tensor, B: Tensor, G: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """g_A = s·Bᵀ·G and g_B = s·G·Aᵀ."""
+    """Return g_A = s·Bᵀ·G and g_B = s·G·Aᵀ."""
     return scaling * (B.mT @ G), scaling * (G @ A.mT)

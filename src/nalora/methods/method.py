@@ -1,4 +1,4 @@
-"""What a training method is: its work before training, its optimizer, its work at every step, what it saves."""
+"""The interface of a training method: preparing the model, its optimizer, its work at every step, and saving."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nalora.errors import require
 from nalora.methods.saving import save_adapter
 
 Batch = Mapping[str, Tensor]
@@ -19,13 +20,13 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA adapter that a run asks for; full fine-tuning has none.
+    """The LoRA adapter of a run; full fine-tuning does not use it.
 
     Args:
         rank: r.
         alpha: α; the LoRA scaling is α/r.
-        dropout: on the adapter's input.
-        target_modules: names or endings of layers, or ``all-linear`` for all but the head.
+        dropout: dropout probability of the adapter's input.
+        target_modules: names or name endings of layers, or ``all-linear`` for all linear layers except the head.
     """
 
     rank: int = 8
@@ -36,17 +37,17 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Start:
-    """What a method may use before the first step.
+    """What a method can use before the first step.
 
     Args:
-        seed: of everything it draws.
-        steps: how many optimizer steps the run will take.
-        batches: the first n batches of the training set, each of as many rows as an optimizer step trains on; of every
-            batch this process's share, in passes of the size that training takes. The same at every call.
-        passes: how many passes a batch has.
-        folder: exists; what a resumed run must find again of the start is kept there.
-        cache: where results that took long are kept by their content, for other runs.
-        report: hears (what, done, total) on long work.
+        seed: seed of all random numbers.
+        steps: number of optimizer steps of the run.
+        batches: returns the first n batches of the training set. A batch has as many rows as one optimizer step; this
+            process gets its share of it, in passes of the size used in training. Every call returns the same batches.
+        passes: number of passes per batch.
+        folder: existing folder for data that a resumed run needs again.
+        cache: folder for results that other runs can reuse, named by a hash of their inputs.
+        report: called with (description, done, total) during long computations.
     """
 
     seed: int = 0
@@ -60,63 +61,67 @@ class Start:
 
 @dataclass(frozen=True)
 class Method:
-    """A subclass is a frozen dataclass: its fields are the settings that a run may give beside the adapter's."""
+    """Base class of all methods. Subclasses are frozen dataclasses whose fields are settings of a run."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     reference: ClassVar[str]
-    # Whether the model itself learns, so that it is what is saved; else an adapter is.
+    # Whether the base model is trained and saved, not an adapter.
     trains_the_model: ClassVar[bool] = False
     # Why NA-LoRA cannot control this method's steps; None where it can.
     not_under_na_lora: ClassVar[str | None] = None
 
     @classmethod
-    def options(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of this method by name, with their types; `given` is all that the run says."""
+    def options(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the type of each setting of this method; `settings` are all settings of the run."""
         types = typing.get_type_hints(cls)
         return {field.name: types[field.name] for field in dataclasses.fields(cls)}
 
     @classmethod
     def build(cls, **settings: Any) -> Method:
-        """The method with these settings.
-
-        Raises:
-            NALoRAError: a setting out of range, or settings that make no sense together.
-        """
+        """Return the method with these settings. Raises NALoRAError for values that are out of range."""
         return cls(**settings)
 
     def settings(self) -> dict[str, Any]:
-        """All settings with their values, flat."""
+        """Return the values of all settings, without nesting."""
         return dataclasses.asdict(self)
 
     def defaults(self) -> dict[str, Any]:
-        """The values of the settings that a run does not give."""
+        """Return the default values of all settings."""
         return {field.name: field.default for field in dataclasses.fields(self)}
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """The model as it is trained: wrapped, initialised, the rest frozen.
+        """Return the model ready for training: wrapped, initialised, with all other parameters frozen.
 
-        Raises:
-            NALoRAError: a model or an adapter that the method cannot train.
+        Raises NALoRAError if the method cannot train this model or adapter.
         """
         raise NotImplementedError
 
     def optimizer(self, trainer: Any) -> Optimizer | None:
-        """The method's own optimizer for a `transformers.Trainer`'s model; None for the one the run names."""
+        """Return the method's own optimizer for a `transformers.Trainer`, or None for the one the run names."""
         return None
 
     def attach(self, trainer: Any) -> None:
-        """What happens at every step, hung on a `transformers.Trainer` before it trains."""
+        """Add callbacks and hooks to a `transformers.Trainer` before it trains."""
 
     def trainable_parameters(self, model: nn.Module) -> int:
-        """How many numbers are trained."""
+        """Return the number of trained values."""
         return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Write what was trained, such that it loads on the stock base model with stock libraries.
+        """Write the trained weights so that stock libraries load them on the stock base model.
 
-        Layers of different ranks or scalings are written with one of each: other readers than PEFT know no patterns.
-
-        Every process calls it, for each may hold a share of the parameters; the first one writes.
+        Every process must call it, since each can hold a shard of the parameters; the first process writes.
         """
         save_adapter(model, folder)
+
+
+def check_settings(method: Method, *rules: tuple[str, bool, str]) -> None:
+    """Raise NALoRAError for the first of the rules (setting, whether its value is valid, valid values) that fails."""
+    for setting, valid, expected in rules:
+        require(valid, setting, getattr(method, setting), expected)
+
+
+def check_positive(method: Method, *settings: str) -> None:
+    """Raise NALoRAError for the first of the settings that is not above zero."""
+    check_settings(method, *((name, getattr(method, name) > 0, "a positive number") for name in settings))

@@ -1,4 +1,4 @@
-"""Any tuner of PEFT as a method (``peft/gralora``, ``peft/loha``, …), PEFT's configuration fields as its settings."""
+"""Any tuner of PEFT as a method (``peft/gralora``, ``peft/loha``, …), with PEFT's configuration fields as settings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nalora.models.peft_names import ADAPTER
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 PREFIX = "peft/"
-# A run's own settings stand for these fields, whatever a tuner calls them.
+# Fields that the run's own settings determine for every tuner.
 _OF_THE_RUN = {"r", "alpha", "lora_alpha", "target_modules"}
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "adalora": "method: adalora, which also calls PEFT's rank allocation at every step",
     "xlora": "a tuner that mixes trained adapters is not trained from a run's file",
     "adaption_prompt": "method: lora; prompts inside attention are not a change of linear layers",
@@ -31,16 +31,15 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True)
 class PeftTuner(Method):
-    """A model wrapped by one of PEFT's tuners, trained by the run's optimizer and saved as PEFT saves it."""
+    """A model wrapped by one of PEFT's tuners, trained by the run's optimizer and saved by PEFT."""
 
     tuner: ClassVar[str]
     config_class: ClassVar[Any]
 
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """Let PEFT wrap the model, the same for the same seed.
+        """Return the model wrapped by PEFT; the same seed gives the same adapter.
 
-        Raises:
-            NALoRAError: a configuration that PEFT refuses, in PEFT's words.
+        Raises NALoRAError for a configuration that PEFT rejects, with PEFT's message.
         """
         import peft
 
@@ -49,8 +48,11 @@ class PeftTuner(Method):
         try:
             config = self.config(adapter)
             resolve_targets(config, model)
-            wrapped: nn.Module = peft.get_peft_model(model, config)
-            self._load_again(wrapped)
+            wrapped: Any = peft.get_peft_model(model, config)
+            # PEFT accepts some configurations that it cannot load again.
+            saved = wrapped.peft_config[ADAPTER].to_dict()
+            fields = {field.name for field in dataclasses.fields(self.config_class) if field.init}
+            self.config_class(**{name: value for name, value in saved.items() if name in fields})
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
             if "target modules" in str(error).lower():
                 raise peft_error(f"method {self.name!r}", model, names, error) from error
@@ -60,26 +62,19 @@ class PeftTuner(Method):
                 expected=f"settings of peft.{self.config_class.__name__} that fit the model and the run's rank",
                 fix="change the setting that PEFT names; its documentation explains each",
             ) from error
-        return wrapped
-
-    def _load_again(self, wrapped: Any) -> None:
-        """Build the configuration from what will be saved of it: PEFT writes some that it does not read again."""
-        saved = wrapped.peft_config[ADAPTER].to_dict()
-        fields = {field.name for field in dataclasses.fields(self.config_class) if field.init}
-        self.config_class(**{name: value for name, value in saved.items() if name in fields})
+        return typing.cast(nn.Module, wrapped)
 
     def config(self, adapter: Adapter) -> Any:
-        """PEFT's configuration: the run's rank, alpha, dropout and target modules, and this method's settings.
+        """Return PEFT's configuration: the run's rank, alpha, dropout and target modules, and this method's settings.
 
-        Raises:
-            NALoRAError: dropout for a tuner that has none of that meaning.
+        Raises NALoRAError for dropout if the tuner does not have it.
         """
         fields = {field.name for field in dataclasses.fields(self.config_class)}
         alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
         of_the_run = {"r": adapter.rank, "alpha": alpha, "lora_alpha": alpha, "target_modules": adapter.target_modules}
-        given = {name: value for name, value in of_the_run.items() if name in fields} | self.settings()
-        if given.get("oft_block_size"):
-            given["r"] = 0  # OFT takes the number of blocks or their size, and has a size by default
+        settings = {name: value for name, value in of_the_run.items() if name in fields} | self.settings()
+        if settings.get("oft_block_size"):
+            settings["r"] = 0  # OFT takes the number of blocks or their size, and has a default for r
         if adapter.dropout:
             name = f"{self.tuner}_dropout"
             if name not in fields:
@@ -89,30 +84,27 @@ class PeftTuner(Method):
                     expected="a tuner with dropout on the adapter's input",
                     fix="leave dropout out",
                 )
-            given[name] = adapter.dropout
-        return self.config_class(**given)
+            settings[name] = adapter.dropout
+        return self.config_class(**settings)
 
 
 @functools.cache
 def tuners() -> dict[str, Any]:
-    """PEFT's tuners that change layers of a model, with their configuration classes."""
+    """Return the configuration classes of PEFT's tuners that change layers of a model."""
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    classes = {str(kind.value).lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     return {
-        str(kind.value).lower(): config
-        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-        if not issubclass(config, peft.PromptLearningConfig) and str(kind.value).lower() not in _ELSEWHERE
+        name: config
+        for name, config in classes.items()
+        if not issubclass(config, peft.PromptLearningConfig) and name not in _UNSUPPORTED
     }
 
 
 @functools.cache
 def method_of(name: str) -> type[Method]:
-    """The method of a tuner, by ``peft/TUNER``.
-
-    Raises:
-        NALoRAError: PEFT has no such tuner, or another method of nalora's stands for it.
-    """
+    """Return the method ``peft/TUNER``. Raises NALoRAError if PEFT has no such tuner or it is not supported."""
     tuner = name.removeprefix(PREFIX)
     if tuner not in tuners():
         known = sorted(tuners())
@@ -120,49 +112,47 @@ def method_of(name: str) -> type[Method]:
             f"method {name!r}",
             found="no tuner of PEFT that a run can train",
             expected=f"one of {', '.join(known)}",
-            fix=_ELSEWHERE.get(tuner) or did_you_mean(tuner, known, "see PEFT's documentation"),
+            fix=_UNSUPPORTED.get(tuner) or did_you_mean(tuner, known, "see PEFT's documentation"),
         )
     config = tuners()[tuner]
-    made: type[Method] = dataclasses.make_dataclass(
-        config.__name__.removesuffix("Config"),
+    title = config.__name__.removesuffix("Config")
+    method: type[Method] = dataclasses.make_dataclass(
+        title,
         _fields(config, tuner),
         bases=(PeftTuner,),
         frozen=True,
         namespace={
             "name": name,
-            "title": f"PEFT's {config.__name__.removesuffix('Config')}",
+            "title": f"PEFT's {title}",
             "reference": f"peft.{config.__name__}",
             "tuner": tuner,
             "config_class": config,
             "not_under_na_lora": None if tuner == "lora" else "its adapter has no lora_B whose rows are the gate's",
         },
     )
-    return made
+    return method
 
 
 def _fields(config: Any, tuner: str) -> list[tuple[str, Any, Any]]:
-    """The configuration's own fields of plain types, with their defaults."""
+    """Return name, type and default of the configuration's own fields that have a plain type and a default."""
     import peft
 
-    inherited = {field.name for field in dataclasses.fields(peft.PeftConfig)}
+    skipped = {field.name for field in dataclasses.fields(peft.PeftConfig)} | _OF_THE_RUN | {f"{tuner}_dropout"}
     hints = typing.get_type_hints(config)
-    found: list[tuple[str, Any, Any]] = []
+    fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(config):
-        skipped = inherited | _OF_THE_RUN | {f"{tuner}_dropout"}
         if field.name in skipped or not field.init or not _is_plain(hints[field.name]):
             continue
         if field.default is not dataclasses.MISSING:
-            default = dataclasses.field(default=field.default)
+            fields.append((field.name, hints[field.name], dataclasses.field(default=field.default)))
         elif field.default_factory is not dataclasses.MISSING:
             default = dataclasses.field(default_factory=field.default_factory)
-        else:
-            continue
-        found.append((field.name, hints[field.name], default))
-    return found
+            fields.append((field.name, hints[field.name], default))
+    return fields
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether a YAML file can say such a value."""
+    """Return whether a YAML file can hold a value of this type."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType, list, dict):
         return all(_is_plain(part) for part in typing.get_args(hint))

@@ -1,8 +1,8 @@
-"""Saved adapters that every consumer reads alike: one rank and one LoRA scaling for all layers.
+"""Saved adapters that every library reads alike: one rank and one LoRA scaling for all layers.
 
-PEFT's `rank_pattern` and `alpha_pattern` give layers ranks and scalings of their own, and other readers do not know
-them: vLLM computes one α/r (α/√r for rsLoRA) from `adapter_config.json` and applies it to every layer. So an adapter
-whose layers differ is written with A and B padded with zeros to the largest rank and the scaling multiplied into B.
+PEFT's `rank_pattern` and `alpha_pattern` give layers different ranks and scalings, which other libraries ignore: vLLM
+computes one α/r (α/√r for rsLoRA) from `adapter_config.json` for every layer. So an adapter whose layers differ is
+written with A and B padded with zeros to the largest rank and the scaling multiplied into B.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from nalora.models.peft_names import ADAPTER
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write a PEFT model's adapter as it is trained, or with one rank and scaling where its layers differ.
+    """Write a PEFT model's adapter unchanged, or with one rank and scaling where its layers differ.
 
-    Every process calls it, for each may hold a share of the parameters; the first one writes.
+    Every process must call it, since each can hold a shard of the parameters; the first process writes.
     """
     trained: Any = model
     state = gathered_state(model)
@@ -35,12 +35,12 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         return
     import peft
 
-    # PEFT picks what belongs to the adapter: a DoRA magnitude or a trained module is saved with the factors.
+    # PEFT selects what belongs to the adapter: a DoRA magnitude or a trained module is saved with the factors.
     tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(model, state_dict=state)
     layers = dict(_layers(model))
     rank = max(layer.r[ADAPTER] for layer in layers.values())
     for name, layer in layers.items():
-        for factor, pad in (("A", _with_rows), ("B", _with_columns)):
+        for factor, pad in (("A", _padded_rows), ("B", _padded_columns)):
             for key in (f"{name}.lora_{factor}.weight", f"{name}.lora_embedding_{factor}"):
                 if key in tensors:
                     tensors[key] = pad(tensors[key], layer, rank)
@@ -53,21 +53,17 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def write_lora(model: nn.Module, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> None:
-    """Let the first process write an adapter of these tensors, with settings that differ from the model's own.
+    """Let the first process write these tensors, by PEFT's file names, as a LoRA adapter of a PEFT model.
 
-    Args:
-        model: wrapped by PEFT, with one adapter.
-        folder: as `save_pretrained`'s.
-        tensors: by the names that PEFT gives them in a file.
-        settings: of `peft.LoraConfig`.
+    `settings` are fields of `peft.LoraConfig` that differ from the model's own.
     """
     import peft
 
     trained: Any = model
-    # These say where the adapter sits; all other settings say how it was trained.
+    # These fields describe where the adapter is; all others describe how it was trained.
     names = ("base_model_name_or_path", "revision", "task_type", "target_modules", "lora_dropout", "fan_in_fan_out")
-    kept = {name: getattr(trained.active_peft_config, name) for name in names}
-    _write(model, folder, tensors, peft.LoraConfig(**kept | settings))
+    fields = {name: getattr(trained.active_peft_config, name) for name in names}
+    _write(model, folder, tensors, peft.LoraConfig(**fields | settings))
 
 
 def _write(model: nn.Module, folder: Path, tensors: dict[str, Tensor], config: Any) -> None:
@@ -78,8 +74,8 @@ def _write(model: nn.Module, folder: Path, tensors: dict[str, Tensor], config: A
     base = type(wrapped.get_base_model())
     mapping = None if config.task_type else {"base_model_class": base.__name__, "parent_library": base.__module__}
     folder.mkdir(parents=True, exist_ok=True)
-    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(complete, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
 
 
@@ -92,7 +88,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_uniform(model: nn.Module) -> bool:
-    """Whether the configuration's own r, α and use_rslora give the rank and scaling of every layer."""
+    """Return whether every layer has the rank and scaling that the configuration's r, α and use_rslora give."""
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "peft_type", None) != "LORA":  # full fine-tuning, or another kind of adapter
         return True
@@ -103,8 +99,8 @@ def _is_uniform(model: nn.Module) -> bool:
     )
 
 
-def _with_rows(a: Tensor, layer: Any, rank: int) -> Tensor:
-    """A with `rank` rows for each expert; a layer without experts counts as one. PEFT keeps experts × r rows."""
+def _padded_rows(a: Tensor, layer: Any, rank: int) -> Tensor:
+    """Return A with `rank` rows per expert (a layer without experts has one). PEFT keeps experts × r rows."""
     experts = getattr(layer, "num_experts", 1)
     by_expert = a.reshape(experts, -1, *a.shape[1:])
     padded = by_expert.new_zeros(experts, rank, *a.shape[1:])
@@ -112,8 +108,8 @@ def _with_rows(a: Tensor, layer: Any, rank: int) -> Tensor:
     return padded.flatten(0, 1)
 
 
-def _with_columns(b: Tensor, layer: Any, rank: int) -> Tensor:
-    """s·B with `rank` columns for each expert; PEFT keeps r × experts columns, the expert changing fastest."""
+def _padded_columns(b: Tensor, layer: Any, rank: int) -> Tensor:
+    """Return s·B with `rank` columns per expert. PEFT keeps r × experts columns, the expert index changing fastest."""
     experts = getattr(layer, "num_experts", 1)
     by_expert = b.reshape(b.shape[0], -1, experts, *b.shape[2:])
     padded = by_expert.new_zeros(b.shape[0], rank, experts, *b.shape[2:])

@@ -9,7 +9,7 @@ import yaml
 
 import nalora
 from nalora import methods
-from nalora.methods.applied_factors import mean_applied_factors
+from nalora.methods.lora_scaled import mean_applied_factors
 
 SCALES = ("scale_gate", "scale_up", "scale_down")
 FOLLOWED = {"scale_gate": 1.3, "scale_up": 1.2, "scale_down": 1.1, "mask_mean": 0.4}

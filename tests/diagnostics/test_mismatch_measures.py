@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nalora.diagnostics.ranks import held_by_top, rank_correlation, top_overlap
+from nalora.diagnostics.mismatch_measures import held_by_top, rank_correlation, top_overlap
 
 
 def plain_ranks(values):
