@@ -258,7 +258,7 @@ def test_a_folder_that_knows_the_start_needs_no_batches(tmp_path):
 
 def test_settings_out_of_range():
     for setting in ("gamma", "gradient_batches", "min_rank", "ratio", "gradient_memory"):
-        with pytest.raises(nalora.NALoRAError, match=f"{setting}: 0"):
+        with pytest.raises(nalora.NALoRAError, match=f"{setting}: found 0"):
             GoRA(**{setting: 0})
     with pytest.raises(nalora.NALoRAError, match="min_rank: 9: found max_rank: 8"):
         GoRA(min_rank=9, max_rank=8)

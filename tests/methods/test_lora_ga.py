@@ -173,7 +173,7 @@ def test_a_quantised_base_is_refused(tmp_path):
 
 @pytest.mark.parametrize("setting", ["gamma", "gradient_batches", "gradient_memory"])
 def test_settings_are_positive(setting):
-    with pytest.raises(nalora.NALoRAError, match=f"{setting}: 0"):
+    with pytest.raises(nalora.NALoRAError, match=f"{setting}: found 0"):
         LoRAGA(**{setting: 0})
 
 
