@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,17 +150,13 @@ def make_probe(run: Run, loaded: Loaded, options: DiagnosisOptions) -> tuple[Pro
     )
     material = prepare(task, loaded, replace(settings, train_limit=options.probe_size, packing=False))
     rows = [material.dataset[i] for i in range(len(material.dataset))]
-    batches = _batches(rows, material.collator, options.rows(loaded.device))
+    rows.sort(key=lambda row: len(row["input_ids"]) if isinstance(row, dict) else 0, reverse=True)
+    size = options.rows(loaded.device)
+    batches = [material.collator(rows[start : start + size]) for start in range(0, len(rows), size)]
+    if not getattr(getattr(material.model, "config", None), "is_encoder_decoder", False):
+        # A decoder would only compute a loss from labels; an encoder-decoder needs them as its decoder's tokens.
+        batches = [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
     return Probe(task.name, len(rows), batches), material.model
-
-
-def _batches(rows: Sequence[Any], collate: Any, size: int) -> list[Batch]:
-    """Return batches of rows of similar length."""
-    ordered = sorted(rows, key=lambda row: len(row["input_ids"]) if isinstance(row, dict) else 0, reverse=True)
-    batches = [collate(ordered[start : start + size]) for start in range(0, len(ordered), size)]
-    # A decoder would only compute a loss from labels; an encoder-decoder needs them as its decoder's tokens.
-    without = () if getattr(collate, "kind", None) == "seq2seq" else ("labels",)
-    return [{name: value for name, value in batch.items() if name not in without} for batch in batches]
 
 
 def is_adapter(folder: Path) -> bool:
