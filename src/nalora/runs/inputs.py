@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -108,9 +108,8 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> RunInputs:
     Raises:
         NALoRAError: the data is missing or does not fit, or is to be packed for a model that mixes packed examples.
     """
-    adapter = settings.adapter()
-    if adapter.target_modules == "all-linear":
-        adapter = replace(adapter, target_modules=task.linear_layers)
+    modules = task.linear_layers if settings.target_modules == "all-linear" else settings.target_modules
+    adapter = Adapter(settings.rank, settings.alpha, settings.dropout, modules)
     encoded = functools.partial(_encoded, loaded=loaded, settings=settings)
     inputs = task.training_inputs(loaded, settings.validation_size, settings.train_limit, encoded)
     model = task.prepare_model(loaded).model

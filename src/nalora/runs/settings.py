@@ -13,7 +13,7 @@ from typing import Any, Literal
 from nalora import methods, tasks
 from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
 from nalora.files import yaml_reader
-from nalora.methods.method import Adapter, Method
+from nalora.methods.method import Method
 from nalora.models.loading import ModelSpec
 from nalora.runs import old_names, packaged
 from nalora.runs.values import converted, limit_problems, takes_mapping
@@ -73,10 +73,6 @@ class RunSettings:
         """Return the specification of the base model."""
         names = ("dtype", "device", "attention", "quantise", "revision", "trust_remote_code")
         return ModelSpec(self.model, kind, **{name: getattr(self, name) for name in names})
-
-    def adapter(self) -> Adapter:
-        """Return the configuration of the adapter."""
-        return Adapter(self.rank, self.alpha, self.dropout, self.target_modules)
 
 
 @dataclass(frozen=True)

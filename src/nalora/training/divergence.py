@@ -54,10 +54,19 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Check the step; stop if the run has diverged."""
-        if self._has_diverged(state.global_step):
-            control.should_training_stop = True
-            control.should_log = True
+        """Check the step; stop if the run has diverged, as far as the host knows."""
+        loss, norm = self._loss, self._norm
+        self._loss = self._norm = None
+        self._read()
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            self._skipped += 1
+            if self._skipped == MOST_SKIPPED and self.step is None:
+                self.step = state.global_step - MOST_SKIPPED + 1
+        elif loss is not None:
+            self._skipped = 0
+            self._count(state.global_step, loss.detach(), norm)
+        if self.step is not None:
+            control.should_training_stop = control.should_log = True
         return control
 
     def conclude(self) -> int | None:
@@ -71,11 +80,6 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
             count, first = self._streak.tolist() if self._streak is not None else (0, 0)
             self.step = first if count else self.trainer.state.global_step
         return self.step
-
-    def is_finite(self) -> bool:
-        """Return whether the last step, and the parameters after it, are finite. Waits for the device."""
-        streak = self._streak
-        return (streak is None or not int(streak[0])) and finite_parameters(self.trainer.model)
 
     def _take_pass(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> None:
         self._pass = (model, inputs, num_items_in_batch)
@@ -100,20 +104,6 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
 
     def _take_norm(self, norm: Tensor | float | None) -> None:
         self._norm = norm
-
-    def _has_diverged(self, step: int) -> bool:
-        """Return whether the run has diverged, as far as the host knows."""
-        loss, norm = self._loss, self._norm
-        self._loss = self._norm = None
-        self._read()
-        if self.trainer.accelerator.optimizer_step_was_skipped:
-            self._skipped += 1
-            if self._skipped == MOST_SKIPPED and self.step is None:
-                self.step = step - MOST_SKIPPED + 1
-        elif loss is not None:
-            self._skipped = 0
-            self._count(step, loss.detach(), norm)
-        return self.step is not None
 
     @torch.no_grad()
     def _count(self, step: int, loss: Tensor, norm: Tensor | float | None) -> None:
@@ -149,9 +139,11 @@ class DivergenceWatch(TrainerCallback):  # type: ignore[misc]
             self.step = first
 
     def _cancel_save(self, *_: Any, **__: Any) -> None:
-        control = self.trainer.control
-        if control.should_save and not self.is_finite():
-            control.should_save = False
+        """Cancel a checkpoint if the last step or the parameters after it are not finite. Waits for the device."""
+        control, streak = self.trainer.control, self._streak
+        if control.should_save:
+            finite = streak is None or not int(streak[0])
+            control.should_save = finite and finite_parameters(self.trainer.model)
 
     def _reset_loss(self, *_: Any, **__: Any) -> None:
         """Set the logged loss sum to 0: the trainer subtracts it from itself, and NaN − NaN stays NaN in later rows."""
