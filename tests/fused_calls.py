@@ -1,4 +1,4 @@
-"""What the function behind fused LoRA layers was asked to compute."""
+"""Count the layers that each call of the fused LoRA function computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from nalora.kernels.fused import linears
 
 
 def counted(monkeypatch) -> list[int]:
-    """How many layers each call of it computes, from here on."""
+    """Return a list to which every later call appends its number of layers."""
     sizes: list[int] = []
     apply = linears.LoRALinears.apply
 

@@ -1,4 +1,4 @@
-"""Adapters are cast once a forward pass, never kept beyond it, and always as they are."""
+"""Adapters are cast once per forward pass from their current values, and the result is not reused later."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_one_pass_casts_all_and_the_next_one_again(casts):
     undo = factors.attach(model)
     seen = []
 
-    def ask(*_):
+    def read(*_):
         seen.append([factors.get(group, adapters_of(group), torch.bfloat16) for group in factors.groups])
 
-    handle = layers[2].register_forward_hook(ask)
+    handle = layers[2].register_forward_hook(read)
     ids = tiny.tokens()
     model(input_ids=ids)
     assert casts == [2]
@@ -58,7 +58,7 @@ def test_one_pass_casts_all_and_the_next_one_again(casts):
     model(input_ids=ids)
     assert casts == [2, 2]
     assert seen[1][0].b[0].eq(3.0).all()
-    ask()
+    read()
     assert casts == [2, 2, 1, 1]  # outside a pass: each by itself
     handle.remove()
     for put_back in undo:
@@ -67,7 +67,7 @@ def test_one_pass_casts_all_and_the_next_one_again(casts):
     assert not model._forward_pre_hooks
 
 
-def test_a_pass_that_breaks_off_leaves_nothing_behind(casts):
+def test_a_failing_pass_leaves_no_factors_behind(casts):
     model = tiny.llama(torch.float32)
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     factors = StepFactors()

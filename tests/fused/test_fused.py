@@ -1,4 +1,4 @@
-"""Fused layers compute what PEFT's do: values, gradients, statistics, and they leave without a trace."""
+"""Fused layers compute the values, gradients and statistics of PEFT's, and are removed completely."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_half_precision_stays_within_rounding(setting, checkpointing):
     assert plain[2] == fused[2]
 
 
-def test_detach_gives_the_model_its_own_layers_back():
+def test_detach_restores_the_model_s_own_layers():
     model = tiny.llama(torch.float32).to(DEVICE)
     optimizer = AdamW(tiny.trainable(model))
     controller = nalora.attach(model, optimizer, kernels="fused")
@@ -152,7 +152,7 @@ def test_detach_gives_the_model_its_own_layers_back():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_calls_that_a_fused_layer_does_not_know_take_the_layers_own_way():
+def test_calls_that_a_fused_layer_does_not_support_use_the_layer_s_own_forward():
     """Evaluation, disabled and merged adapters, dropout and DoRA give exactly PEFT's numbers."""
     ids = tiny.tokens().to(DEVICE)
     for extra in ({}, {"use_dora": True}, {"lora_dropout": 0.5}):
@@ -196,7 +196,7 @@ def test_partial_adapters_and_plain_ffns_are_left_to_peft():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitsandbytes computes 4-bit layers in half precision there")
-def test_a_4_bit_base_is_unpacked_for_the_moment():
+def test_a_4_bit_base_is_dequantised_for_each_call():
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     class Gated(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Layers that get the same input are computed together once that is known, and never wrongly."""
+"""Layers with the same input are computed together, and give PEFT's results for any inputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_first_call_computes_all(three):
     assert sizes == [3, 3, 3]
 
 
-def test_another_input_than_the_source_promised_is_respected(three):
+def test_inputs_that_differ_from_the_source_are_computed_separately(three):
     model, peft, _ = three
     check(model, peft, random(5, 6), random(5, 6), random(3, 6))
 
@@ -90,7 +90,7 @@ def test_gradients_of_layers_computed_together(three):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_company_is_read_from_the_forward():
+def test_groups_are_read_from_the_forward():
     class Reassigned(nn.Module):
         def forward(self, x, y):
             a = self.first(x)

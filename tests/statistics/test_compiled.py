@@ -1,4 +1,4 @@
-"""The compiled engine against float64 over odd shapes; that it compiles once for all; what serves where it cannot."""
+"""The compiled engine agrees with float64, compiles once for all shapes, and falls back to the reference."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def compare(z, activation, u=None, mask=None, tolerance=1e-6):
 
 @pytest.fixture
 def compilations():
-    """How many graphs torch has compiled since the test began."""
+    """Return the number of graphs that torch has compiled since the test began."""
     before = counters["stats"]["unique_graphs"]
     return lambda: counters["stats"]["unique_graphs"] - before
 
 
 @pytest.fixture
 def afresh():
-    """No kernels yet, and none left behind."""
+    """Start without kernels, and leave none behind."""
     compiled._kernel_for.cache_clear()
     yield
     compiled._kernel_for.cache_clear()
@@ -57,7 +57,7 @@ def afresh():
 
 @pytest.fixture
 def no_reference(monkeypatch):
-    """Fail where the reference would quietly do the compiled engine's work."""
+    """Fail if the reference computes in place of the compiled engine."""
 
     def unexpected(*_):
         raise AssertionError("the reference was called")
@@ -99,7 +99,7 @@ def test_float64_sums_are_float64():
 
 
 def test_passes_add_up_and_repeat_to_the_bit_whatever_came_first(afresh, no_reference):
-    """A resumed run compiles at another batch than the run it goes on from."""
+    """A resumed run compiles at another batch than the run it continues."""
     passes = [normal(length, 90) for length in (50, 1000, 7)]
     results = []
     for first in passes:
@@ -175,16 +175,16 @@ def test_a_custom_activation_compiles_once_for_all_its_instances(afresh, compila
         compare(z, activations.get(layer), tolerance=1e-5)
     assert compilations() == 1
     with torch.no_grad():
-        layers[0].slope.mul_(3)  # training goes on: the kernel must not have kept the old value
+        layers[0].slope.mul_(3)  # a training step: the kernel must not use the old value
     compare(z, activations.get(layers[0]), tolerance=1e-5)
 
 
-def test_namesakes_are_told_apart(afresh):
+def test_namesakes_are_distinguished(afresh):
     for slope in (1.0, 3.0):
         compare(normal(50, 40), activations.get(lambda z, slope=slope: z * torch.sigmoid(slope * z)), tolerance=1e-5)
 
 
-def test_what_cannot_be_compiled_is_left_to_the_reference_for_good(afresh):
+def test_what_cannot_be_compiled_is_always_computed_by_the_reference(afresh):
     def by_value(z):
         return z * torch.sigmoid(z) if z.max().item() > 0 else z * 0
 
