@@ -8,10 +8,11 @@ neutral (1, 1, 1 and 0) where nothing acts; the values that are not applied have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from nalora.config import PROJECTIONS
 from nalora.control.decision import BlockGroup
 from nalora.control.plan import BlockPlan
 
@@ -47,17 +48,17 @@ def measure(
     return result
 
 
-def unapplied(plan: BlockPlan, *, preserve_mean: bool) -> frozenset[str]:
-    """Return the measures of a block whose computed value is not applied."""
-    scales = {
-        f"scale_{role}"
-        for role, projection in (("gate", plan.block.gate), ("up", plan.block.up), ("down", plan.block.down))
-        if not plan.scaling or projection is None or not projection.adapted
-    }
-    if not plan.mask:
-        return frozenset({*scales, "mask_mean", "kept_share", "stability"})
-    # Divided by its mean, the applied mask has the mean 1.
-    return frozenset({*scales, "mask_mean"} if preserve_mean else scales)
+def unapplied(scaled: Collection[str], *, mask: bool, preserve_mean: bool) -> frozenset[str]:
+    """Return the measures of a block whose computed value is not applied.
+
+    `scaled` are the projections with an adapter whose steps are scaled, `mask` is whether the mask acts.
+    """
+    measures = {f"scale_{role}" for role in PROJECTIONS if role not in scaled}
+    if not mask:
+        measures |= {"mask_mean", "kept_share", "stability"}
+    elif preserve_mean:
+        measures.add("mask_mean")  # divided by its mean, the applied mask has the mean 1
+    return frozenset(measures)
 
 
 def _computed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
@@ -80,7 +81,8 @@ def _computed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
 
 
 def _of_block(computed: dict[str, float], plan: BlockPlan, *, preserve_mean: bool) -> dict[str, float]:
-    off = unapplied(plan, preserve_mean=preserve_mean)
+    scaled = [role for role, projection in plan.block.projections.items() if plan.scaling and projection.adapted]
+    off = unapplied(scaled, mask=plan.mask, preserve_mean=preserve_mean)
     applied = {name: NEUTRAL[name] if name in off else value for name, value in computed.items()}
     acts = {"mask_acts": float(plan.mask), "scaling_acts": float(plan.scaling)}
     return {**applied, **acts, **{FOLLOWED[name]: computed[name] for name in NEUTRAL if name in off}}

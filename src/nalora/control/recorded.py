@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nalora.activations import Activation, clamped, get
-from nalora.control.metrics import FOLLOWED, NEUTRAL
+from nalora.control.metrics import FOLLOWED, NEUTRAL, unapplied
 from nalora.control.plan import SWITCHED_OFF, why_not_scaled
 from nalora.errors import NALoRAError
 
@@ -56,12 +56,9 @@ def recorded_block(settings: Mapping[str, Any], activation: str, *, has_regimes:
     mask_off = "" if "gate" in adapted else "the gate has no adapter"
     if not _is_on(settings, "mask"):
         mask_off = SWITCHED_OFF
-    unapplied = {f"scale_{role}" for role in _PROJECTION_NAMES if scaling_off or role not in adapted}
-    if mask_off:
-        unapplied |= {"mask_mean", "kept_share", "stability"}
-    elif settings.get("preserve_mean") or settings.get("method") == "na-lora-mean":
-        unapplied.add("mask_mean")
-    return RecordedBlock(mask_off, scaling_off, frozenset(unapplied))
+    preserve_mean = bool(settings.get("preserve_mean")) or settings.get("method") == "na-lora-mean"
+    off = unapplied(() if scaling_off else adapted, mask=not mask_off, preserve_mean=preserve_mean)
+    return RecordedBlock(mask_off, scaling_off, off)
 
 
 def applied_row(row: Mapping[str, Any], blocks: Sequence[RecordedBlock]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +16,8 @@ def is_engine(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel, DeepSpeed and torch.compile, so that layer names do not vary."""
-    while (inner := _inner(model)) is not None:
-        model = inner
-    return model
+    *_, innermost = _from_outside(model)
+    return innermost
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -28,14 +28,12 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the processes that a wrapper averages gradients over; None for all processes or without a wrapper."""
-    inside: Any = model
-    while inside is not None:
-        if isinstance(inside, nn.parallel.DistributedDataParallel):
-            return inside.process_group
-        if is_engine(inside):
-            group: dist.ProcessGroup = inside.data_parallel_group
+    for wrapper in _from_outside(model):
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            return wrapper.process_group
+        if is_engine(wrapper):
+            group: dist.ProcessGroup = wrapper.data_parallel_group  # type: ignore[assignment]
             return group
-        inside = _inner(inside)
     return None
 
 
@@ -45,9 +43,9 @@ def flattens_parameters(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled) and getattr(plugin, "fsdp_version", 1) < 2
 
 
-def _inner(model: Any) -> nn.Module | None:
-    if isinstance(model, nn.parallel.DistributedDataParallel) or is_engine(model):
-        module: nn.Module = model.module
-        return module
-    compiled = getattr(model, "_orig_mod", None)
-    return compiled if isinstance(compiled, nn.Module) else None
+def _from_outside(model: Any) -> Iterator[nn.Module]:
+    """Yield the model, then what each wrapper contains."""
+    while isinstance(model, nn.Module):
+        yield model
+        is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or is_engine(model)
+        model = model.module if is_wrapped else getattr(model, "_orig_mod", None)
