@@ -17,7 +17,8 @@ Row = Mapping[str, Any]
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user", "tool": "tool", "function": "tool", "observation": "tool",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function_call": "assistant",
 }  # fmt: skip
 
 
@@ -34,8 +35,8 @@ class Format:
 
     Args:
         name: as in ``format: NAME`` and in the output of `nalora data`.
-        roles: role of a column → the column names that are recognised, the most common first. Roles whose name ends with
-            "?" may be missing.
+        roles: role of a column → the column names that are recognised, the most common first. Roles that end with "?"
+            may be missing.
         read: (row's values by role) → the conversation.
     """
 
@@ -104,7 +105,8 @@ def _message(message: Any, number: int) -> Message:
 FORMATS = (
     Format(
         "messages",
-        {"messages": ("messages", "conversations", "conversation", "dialog"), "system?": ("system",), "tools?": ("tools",)},
+        {"messages": ("messages", "conversations", "conversation", "dialog"), "system?": ("system",),
+         "tools?": ("tools",)},
         _chat,
     ),
     Format(
@@ -191,13 +193,13 @@ def reader_for(where: str, row: Row, format: str | None = None, columns: Mapping
                 f"columns: {role}", found=f"no column {column!r} in {where}", expected=f"one of {', '.join(names)}",
                 fix=did_you_mean(column, names, "name one of them"),
             )  # fmt: skip
-    candidates = [known[format]] if format else [each for each in FORMATS if _takes(each, chosen)]
+    candidates = [known[format]] if format else [candidate for candidate in FORMATS if _takes(candidate, chosen)]
     for candidate in candidates:
         by_role = candidate.columns(names, chosen)
         if by_role is not None:
             return Reader(candidate, by_role)
     formats = "; ".join(
-        f"{each.name} ({', '.join(role for role in each.roles if role[-1] != '?')})" for each in FORMATS
+        f"{format.name} ({', '.join(role for role in format.roles if role[-1] != '?')})" for format in FORMATS
     )
     raise NALoRAError(
         where,
