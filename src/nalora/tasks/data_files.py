@@ -165,7 +165,7 @@ class _JsonLines(_TextFile):
 
 def _problem(line: bytes, number: int) -> str | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except UnicodeDecodeError as error:
         return f"line {number}: the byte 0x{line[error.start]:02x}, which is not UTF-8"
     except json.JSONDecodeError as error:
