@@ -70,7 +70,7 @@ def test_parquet_files_are_read(tmp_path):
         (
             "a.jsonl",
             '{"a": 1}\n{"a": \n\n[1]\n"x"',
-            "line 2: no JSON (Expecting value, column 7); line 4: list instead",
+            "line 2: no JSON (Expecting value, column 6); line 4: list instead",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: the byte 0xff, which is not UTF-8"),
         ("a.jsonl", "\n \n", "no rows"),
