@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from nalora.errors import NALoRAError
 
-_QUESTION, _ANSWER = "question", "answer"
+Message = Mapping[str, str]
 
 
 class ChatTemplate:
@@ -25,31 +26,36 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise _refusal("a tokenizer without a chat template", "an instruction-tuned model")
-        full, _ = self._texts(_QUESTION, _ANSWER)
-        self._end = full[full.rindex(_ANSWER) + len(_ANSWER) :] if _ANSWER in full else ""
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        full = self._text(probe)
+        self._end = full[full.rindex("answer") + len("answer") :] if "answer" in full else ""
+        self._answer(probe, 1, full)
 
-    def prompt(self, turns: Sequence[str]) -> list[int]:
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation that ends with a user's turn, and of the generation prompt."""
-        return self._tokens(self._text(turns, prompt=True))
+        return self._tokens(self._text(messages, prompt=True))
 
-    def row(self, question: str, answer: str) -> tuple[list[int], int]:
-        """Return the tokens of a question with its answer, and the number of prompt tokens.
+    def row(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation, and which are trained on: the answers, each with its end of turn.
 
-        A token that spans the end of the prompt and the beginning of the answer, such as several line breaks, belongs
+        A token that spans the end of a prompt and the beginning of an answer, such as several line breaks, belongs
         to the answer.
         """
-        full, prompt = self._texts(question, answer)
+        full = self._text(messages)
+        answers = [self._answer(messages, i, full) for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
-            ids = list(encoded.input_ids)
-            before = next((i for i, (_, end) in enumerate(encoded.offset_mapping) if end > len(prompt)), len(ids))
+            ids, ends = list(encoded.input_ids), [end for _, end in encoded.offset_mapping]
+            spans = [(bisect_right(ends, start), bisect_right(ends, end)) for start, end in answers]
         else:  # tokenizers written in Python have no offsets
             ids = self._tokens(full)
-            before = _shared(ids, self._tokens(prompt))
+            spans = [(_shared(ids, self._tokens(full[:s])), _shared(ids, self._tokens(full[:e]))) for s, e in answers]
+        trained = [any(first <= i < last for first, last in spans) for i in range(len(ids))]
         if not self._end.strip():
             # The template writes no end of turn: EOS is the only end that a model can be trained to write.
             ids.append(self.tokenizer.eos_token_id)
-        return ids, before
+            trained.append(True)
+        return ids, trained
 
     @property
     def end_tokens(self) -> list[int]:
@@ -63,9 +69,9 @@ class ChatTemplate:
         """The text that ends an assistant's turn if no special token does."""
         return [self._end.strip()] if self._end.strip() and not self.end_tokens else []
 
-    def _texts(self, question: str, answer: str) -> tuple[str, str]:
-        """Return the text of both turns and that of the prompt, which must be its beginning."""
-        full, prompt = self._text((question, answer), prompt=False), self._text((question,), prompt=True)
+    def _answer(self, messages: Sequence[Message], index: int, full: str) -> tuple[int, int]:
+        """Return where an answer with its end of turn begins and ends in the text of the whole conversation."""
+        prompt = self._text(messages[:index], prompt=True)
         if not full.startswith(prompt):
             same = _shared(full, prompt)
             raise _refusal(
@@ -73,16 +79,29 @@ class ChatTemplate:
                 f" has {full[same:][:40]!r}",
                 "a generation prompt that is the beginning of an assistant's turn",
             )
-        return full, prompt
+        if index == len(messages) - 1:
+            return len(prompt), len(full)
+        # Templates may write an earlier answer differently from the last one, for example without its thoughts.
+        content = messages[index]["content"].strip()
+        start = full.find(content, len(prompt))
+        if start < 0 or full[len(prompt) : start].strip():
+            raise _refusal(
+                f"a template that changes the text of turn {index + 1} when the conversation continues",
+                "one that keeps earlier answers",
+            )
+        end = start + len(content)
+        return len(prompt), end + (len(self._end) if full.startswith(self._end, end) else 0)
 
-    def _text(self, turns: Sequence[str], *, prompt: bool) -> str:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=prompt, tokenize=False
+            )
         except Exception as error:  # the template is third-party code
             reason = " ".join(str(error).split())[:200]
+            roles = ", ".join(message["role"] for message in messages)
             raise _refusal(
-                f"a chat template that fails on a user's and an assistant's turn ({type(error).__name__}: {reason})",
+                f"a chat template that fails on the turns {roles} ({type(error).__name__}: {reason})",
                 "one that can be filled in",
             ) from error
         return text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError, counted
-from nalora.runs.chat_template import ChatTemplate
+from nalora.runs.chat_template import ChatTemplate, Message
 from nalora.tasks import Example
 
 Row = dict[str, list[int]]
@@ -22,6 +22,8 @@ Row = dict[str, list[int]]
 @dataclass(frozen=True)
 class Encoder:
     """Turns examples into tokens, for a ``causal`` or ``seq2seq`` model, in ``plain`` or ``chat`` style.
+
+    The style ``auto`` is chat for tokenizers that have a chat template.
 
     In plain style prompt and target are tokenised separately and joined, so that no token holds a part of both: the
     prompt's tokens are never trained on, and generation starts from exactly the tokens of training. In chat style a
@@ -41,11 +43,16 @@ class Encoder:
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:
-        return ChatTemplate(self.tokenizer) if self.style == "chat" else None
+        chosen = self.style == "chat" or (self.style == "auto" and getattr(self.tokenizer, "chat_template", None))
+        return ChatTemplate(self.tokenizer) if chosen else None
 
-    def question(self, example: Example) -> str:
-        """Return the user's first turn; in chat style without the `Q: … A:` of plain prompts."""
-        return example.question or example.prompt if self._chat else example.prompt
+    def opening(self, example: Example) -> list[Message]:
+        """Return the messages before the answer; in chat style without the `Q: … A:` of plain prompts."""
+        if not self._chat:
+            return [{"role": "user", "content": example.prompt}]
+        if example.messages:
+            return list(example.messages[:-1])
+        return [{"role": "user", "content": example.question or example.prompt}]
 
     def follow_up(self, example: Example, number: int) -> str:
         """Return the user's turn after answer `number`, counted from 0."""
@@ -63,11 +70,11 @@ class Encoder:
         """The text that ends an answer if the chat template ends turns without a special token."""
         return self._chat.end_texts if self._chat else []
 
-    def prompt(self, turns: Sequence[str]) -> list[int]:
-        """Return the tokens that generation starts from: a user's turn, or a conversation that ends with one."""
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that generation starts from: those of a conversation that ends with a user's turn."""
         if self._chat:
-            return self._chat.prompt(turns)
-        ids = list(self.tokenizer("".join(turns)).input_ids)
+            return self._chat.prompt(messages)
+        ids = list(self.tokenizer("".join(message["content"] for message in messages)).input_ids)
         # Some tokenizers append EOS to every text, which must not be in a decoder's prompt.
         if self.kind == "causal" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
@@ -78,11 +85,13 @@ class Encoder:
         return [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
 
     def row(self, example: Example) -> Row:
-        """Return a training row: input tokens, and labels for the target only."""
+        """Return a training row: input tokens, and labels for the answers only."""
+        opening = self.opening(example)
         if self._chat and self.kind == "causal":
-            ids, before = self._chat.row(self.question(example), example.target)
-            return {"input_ids": ids, "labels": [IGNORED_LABEL] * before + ids[before:]}
-        prompt, target = self.prompt([self.question(example)]), self.target(example.target)
+            ids, trained = self._chat.row([*opening, {"role": "assistant", "content": example.target}])
+            labels = [token if train else IGNORED_LABEL for token, train in zip(ids, trained, strict=True)]
+            return {"input_ids": ids, "labels": labels}
+        prompt, target = self.prompt(opening), self.target(example.target)
         if self.kind == "seq2seq":
             return {"input_ids": prompt, "labels": target}
         return {"input_ids": prompt + target, "labels": [IGNORED_LABEL] * len(prompt) + target}
