@@ -86,12 +86,14 @@ def tokenizer(style: str, gpt2: bool = False) -> transformers.PreTrainedTokenize
     return fast
 
 
+def messages(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
 def applied(chat, *turns: str, prompt: bool, tokenize: bool = True):
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     if not tokenize:
-        return chat.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
-    return list(chat.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=True)["input_ids"])
+        return chat.apply_chat_template(messages(*turns), add_generation_prompt=prompt, tokenize=False)
+    return list(chat.apply_chat_template(messages(*turns), add_generation_prompt=prompt, return_dict=True)["input_ids"])
 
 
 TEXT = st.one_of(st.text(max_size=40), st.text(" \n\tab12?", max_size=12))
@@ -123,7 +125,7 @@ def test_a_row_is_what_the_template_gives(style, gpt2, question, answer):
 def test_ordinary_answers_leave_the_prompt_whole(style):
     encoder = Encoder(tokenizer(style), style="chat")
     row = encoder.row(Example("a", "Q: What is 6 and 6?\nA: ", "It is 12.", question="What is 6 and 6?"))
-    prompt = encoder.prompt(["What is 6 and 6?"])
+    prompt = encoder.prompt([{"role": "user", "content": "What is 6 and 6?"}])
     assert prompt == applied(tokenizer(style), "What is 6 and 6?", prompt=True) == row["input_ids"][: len(prompt)]
     assert row["labels"].count(IGNORED_LABEL) == len(prompt)
     assert "Q:" not in tokenizer(style).decode(row["input_ids"])
@@ -133,7 +135,9 @@ def test_ordinary_answers_leave_the_prompt_whole(style):
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(TEXT.filter(bool), min_size=1, max_size=5).filter(lambda turns: len(turns) % 2))
 def test_prompts_are_what_the_template_gives(style, turns):
-    assert Encoder(tokenizer(style), style="chat").prompt(turns) == applied(tokenizer(style), *turns, prompt=True)
+    assert Encoder(tokenizer(style), style="chat").prompt(messages(*turns)) == applied(
+        tokenizer(style), *turns, prompt=True
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -219,3 +223,23 @@ def test_plain_style_is_as_it_was(question, answer):
     prompt = chat(f"Q: {question}\nA: ").input_ids
     target = [*chat(answer, add_special_tokens=False).input_ids, chat.eos_token_id]
     assert row == {"input_ids": prompt + target, "labels": [IGNORED_LABEL] * len(prompt) + target}
+
+
+CONVERSATION = ("What is 6 and 6?", "It is 12.", "And 12 and 12?", "24")
+
+
+@pytest.mark.parametrize("gpt2", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_answer_of_a_conversation_is_trained_on(style, gpt2):
+    chat = tokenizer(style, gpt2)
+    example = Example("a", "", "24", messages=tuple(messages(*CONVERSATION)))
+    row = Encoder(chat, style="chat").row(example)
+    assert row["input_ids"] == applied(chat, *CONVERSATION, prompt=False)
+    assert all(label in (IGNORED_LABEL, token) for label, token in zip(row["labels"], row["input_ids"], strict=True))
+    runs = itertools.groupby(row["labels"], key=lambda label: label != IGNORED_LABEL)
+    groups = [chat.decode(list(labels)) for trained, labels in runs if trained]
+    end = STYLES[style][3]
+    assert len(groups) == 2
+    texts = [group.strip().removesuffix(end).removeprefix("<think>\n\n</think>").strip() for group in groups]
+    assert texts == ["It is 12.", "24"]
+    assert all(end in group for group in groups)

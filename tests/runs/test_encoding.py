@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.control.tokens import IGNORED_LABEL
-from nalora.runs.encoding import Collator, Encoder, encode, pack
+from nalora.runs.encoding import Collator, Encoder, encode, join
+from nalora.runs.token_rows import DerivedRows, StoredRows, packed_rows
 from nalora.tasks import Example
 
 TOKENIZER = tiny.tokenizer()
@@ -25,6 +26,10 @@ def test_labels_are_the_target_and_its_end(prompt, target):
     assert [label for _, label in trained] == [*TOKENIZER(target).input_ids, TOKENIZER.eos_token_id]
     assert all(row["input_ids"][i] == label for i, label in trained)
     assert row["input_ids"][: trained[0][0]] == TOKENIZER(prompt).input_ids
+
+
+def turns(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def closing_tokenizer():
@@ -53,8 +58,8 @@ def test_chat_style_uses_the_template():
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     encoder = Encoder(chat, style="chat")
-    assert chat.decode(encoder.prompt(["hi"])) == "[user]hi[assistant]"
-    assert chat.decode(encoder.prompt(["hi", "yes", "more"])) == "[user]hi[assistant]yes[user]more[assistant]"
+    assert chat.decode(encoder.prompt(turns("hi"))) == "[user]hi[assistant]"
+    assert chat.decode(encoder.prompt(turns("hi", "yes", "more"))) == "[user]hi[assistant]yes[user]more[assistant]"
     with pytest.raises(nalora.NALoRAError, match="without a chat template"):
         Encoder(TOKENIZER, style="chat")
 
@@ -127,7 +132,7 @@ def test_packed_examples_give_the_loss_of_separate_rows(attention):
     model = transformers.LlamaForCausalLM(config).double()
     encoder = Encoder(TOKENIZER)
     rows = [encoder.row(Example(str(n), "question"[:n], "answer"[:n])) for n in (3, 5, 4, 6)]
-    packed = pack(rows, 28)
+    packed = packed_rows(rows, [len(row["input_ids"]) for row in rows], 28, join)
     assert [len(row["input_ids"]) for row in packed] == [7 + 11 + 9, 13]
 
     def loss(batches):
@@ -140,5 +145,38 @@ def test_packed_examples_give_the_loss_of_separate_rows(attention):
         return total
 
     alone = loss([Collator(0)([row]) for row in rows])
-    together = loss([Collator(0)(packed)])
+    together = loss([Collator(0)(list(packed))])
     torch.testing.assert_close(together, alone)
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {name: st.lists(st.integers(IGNORED_LABEL, 2**31 - 1), max_size=5) for name in ("input_ids", "labels")}
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(ROWS, st.data())
+def test_stored_rows_are_returned_unchanged(rows, data):
+    stored = StoredRows(rows)
+    assert list(stored) == rows
+    assert stored.tokens == sum(len(ids) for row in rows for ids in row.values())
+    index = data.draw(st.integers(-len(rows), len(rows) - 1))
+    assert stored[index] == rows[index]
+    assert stored[index:] == rows[index:]
+    with pytest.raises(IndexError):
+        stored[len(rows)]
+
+
+def test_large_data_sets_are_tokenised_when_needed(monkeypatch):
+    examples = [Example(str(n), "p" * n, "target") for n in (2, 30, 5, 3, 9, 4)]
+    options = [{}, {"overlong": "truncate"}, {"packing": True}, {"limit": 2}]
+    before = [encode(examples, Encoder(TOKENIZER), 14, **more) for more in options]
+    monkeypatch.setattr("nalora.runs.encoding.MOST_STORED", 20)
+    for stored, more in zip(before, options, strict=True):
+        derived = encode(examples, Encoder(TOKENIZER), 14, **more)
+        assert isinstance(derived.rows, DerivedRows)
+        assert list(derived.rows) == list(stored.rows)
+        assert derived.target_tokens == stored.target_tokens

@@ -41,7 +41,9 @@ def launch(
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "attached"
         try:
-            status = subprocess.run(command, env={**os.environ, **environment(settings, report)}, check=False).returncode
+            status = subprocess.run(
+                command, env={**os.environ, **environment(settings, report)}, check=False
+            ).returncode
         except FileNotFoundError as error:
             raise NALoRAError(
                 "nalora launch", found=f"no program {command[0]!r}", expected="a command that can be run",

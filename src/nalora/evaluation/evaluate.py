@@ -105,7 +105,7 @@ def _refuse_too_long(loaded: Loaded, questions: Questions, examples: Sequence[Ex
     if position_limit(loaded.model) is None:
         return
     encoder = Encoder(loaded.processor, loaded.spec.kind, questions.style)
-    rows = [encoder.row(e) if e.target else {"": encoder.prompt([encoder.question(e)])} for e in examples]
+    rows = [encoder.row(e) if e.target else {"": encoder.prompt(encoder.opening(e))} for e in examples]
     longest = max(len(ids) for row in rows for ids in row.values())
     check_length(loaded.model, longest, f"task {questions.task.name!r}", "use a model with more than {limit} positions")
 

@@ -70,21 +70,25 @@ class AnswerGenerator:
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return batches of examples of similar length; the same examples always give the same batches."""
-        prompts = [len(self.encoder.prompt([self.encoder.question(example)])) for example in examples]
+        prompts = [len(self.encoder.prompt(self.encoder.opening(example))) for example in examples]
         self._check_length(max(prompts, default=0))
         lengths = [prompt + self.max_new_tokens for prompt in prompts]
         return [[examples[i] for i in batch] for batch in batches_by_length(lengths, self.batch_tokens)]
 
     def answer(self, batch: Sequence[Example]) -> list[Answer]:
         """Return the answers to one batch, with all turns of its conversations."""
-        conversations = [[self.encoder.question(example)] for example in batch]
+        conversations = [self.encoder.opening(example) for example in batch]
         outputs: list[list[str]] = [[] for _ in batch]
         tokens, finished = [0] * len(batch), [True] * len(batch)
         for turn in range(1 + max(len(example.follow_ups) for example in batch)):
             active = [i for i, example in enumerate(batch) if turn <= len(example.follow_ups)]
             if turn:
                 for i in active:
-                    conversations[i] += [outputs[i][-1], self.encoder.follow_up(batch[i], turn - 1)]
+                    further = self.encoder.follow_up(batch[i], turn - 1)
+                    conversations[i] += [
+                        {"role": "assistant", "content": outputs[i][-1]},
+                        {"role": "user", "content": further},
+                    ]
             texts = self._generate([self.encoder.prompt(conversations[i]) for i in active])
             for i, (text, count, ended) in zip(active, texts, strict=True):
                 outputs[i].append(text)

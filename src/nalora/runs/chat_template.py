@@ -94,9 +94,7 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=prompt, tokenize=False
-            )
+            text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=False)
         except Exception as error:  # the template is third-party code
             reason = " ".join(str(error).split())[:200]
             roles = ", ".join(message["role"] for message in messages)

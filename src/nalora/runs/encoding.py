@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,9 +15,8 @@ from torch import Tensor
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError, counted
 from nalora.runs.chat_template import ChatTemplate, Message
+from nalora.runs.token_rows import MOST_STORED, DerivedRows, Row, StoredRows, packed_rows
 from nalora.tasks import Example
-
-Row = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,15 @@ class TrainingRows:
     """Rows of tokens, and the numbers of examples they hold, that were dropped and that were truncated.
 
     `longest` is the length of the longest example in tokens: the longer of its two sides for an encoder-decoder.
+    `target_tokens` is the number of tokens in the loss of one epoch.
     """
 
-    rows: list[Row]
+    rows: Sequence[Row]
     examples: int
     dropped: int
     truncated: int
-    longest: int = 0
-
-    @property
-    def target_tokens(self) -> int:
-        """The number of tokens in the loss of one epoch."""
-        return sum(label != IGNORED_LABEL for row in self.rows for label in row["labels"])
+    longest: int
+    target_tokens: int
 
 
 def encode(
@@ -130,10 +127,11 @@ def encode(
     Raises:
         NALoRAError: no example fits.
     """
-    rows: list[Row] = []
-    dropped = truncated = 0
-    for example in examples:
-        if limit is not None and len(rows) == limit:
+    stored: StoredRows | None = StoredRows()
+    indices, lengths = array("Q"), array("L")
+    dropped = truncated = longest = target_tokens = 0
+    for index, example in enumerate(examples):
+        if limit is not None and len(indices) == limit:
             break
         row = encoder.row(example)
         if max(map(len, row.values())) > max_length:
@@ -143,16 +141,30 @@ def encode(
                 dropped += 1
                 continue
             truncated += 1
-        rows.append(row)
-    if not rows:
+        indices.append(index)
+        lengths.append(len(row["input_ids"]))
+        longest = max(longest, *map(len, row.values()))
+        target_tokens += _targets(row, packing)
+        if stored is not None:
+            stored.append(row)
+            stored = stored if stored.tokens <= MOST_STORED else None
+    if not indices:
         raise NALoRAError(
             "training data",
             found=f"{counted(len(examples), 'example')}, none of at most {max_length} tokens",
             expected="examples that fit",
             fix="raise max_length",
         )
-    longest = max(len(ids) for row in rows for ids in row.values())
-    return TrainingRows(pack(rows, max_length) if packing else rows, len(rows), dropped, truncated, longest)
+    rows: Sequence[Row] = stored or DerivedRows(
+        len(indices), lambda index: _truncated(encoder.row(examples[indices[index]]), max_length, encoder)
+    )
+    rows = packed_rows(rows, lengths, max_length, join) if packing else rows
+    return TrainingRows(rows, len(indices), dropped, truncated, longest, target_tokens)
+
+
+def _targets(row: Row, packing: bool) -> int:
+    """Return the number of labels; the first token of a packed example has none."""
+    return sum(label != IGNORED_LABEL for label in row["labels"][1 if packing else 0 :])
 
 
 def _truncated(row: Row, length: int, encoder: Encoder) -> Row:
@@ -164,19 +176,14 @@ def _truncated(row: Row, length: int, encoder: Encoder) -> Row:
     return result
 
 
-def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
-    """Return rows joined in order, as many as fit. Positions restart at 0 in each, which isolates them in attention."""
-    packed: list[Row] = []
-    for row in rows:
-        length = len(row["input_ids"])
-        if not packed or len(packed[-1]["input_ids"]) + length > max_length:
-            packed.append({"input_ids": [], "labels": [], "position_ids": []})
-        last = packed[-1]
-        last["input_ids"] += row["input_ids"]
-        # The first token of a packed example would be predicted from the example before it.
-        last["labels"] += [IGNORED_LABEL, *row["labels"][1:]]
-        last["position_ids"] += range(length)
-    return packed
+def join(rows: Sequence[Row]) -> Row:
+    """Return one packed row. Positions restart at 0 in each example, which isolates them in attention."""
+    # The first token of a packed example would be predicted from the example before it.
+    return {
+        "input_ids": [token for row in rows for token in row["input_ids"]],
+        "labels": [label for row in rows for label in (IGNORED_LABEL, *row["labels"][1:])],
+        "position_ids": [position for row in rows for position in range(len(row["input_ids"]))],
+    }
 
 
 @dataclass(frozen=True)

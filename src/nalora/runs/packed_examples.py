@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nalora.errors import NALoRAError
 from nalora.models.attention import without_cache
-from nalora.runs.encoding import Collator, pack
+from nalora.runs.encoding import Collator, join
 
 # Long enough for a convolution over four tokens to cross the boundary and for a recurrent state to carry over.
 _LENGTH = 8
@@ -53,8 +53,8 @@ def refuse_unless_isolated(model: nn.Module) -> None:
 
 def _logits(model: nn.Module, examples: list[list[int]], device: torch.device) -> Tensor:
     """Return the logits of each token of one packed row."""
-    row = pack([{"input_ids": ids, "labels": ids} for ids in examples], _LENGTH * len(examples))
-    batch = {name: tensor.to(device) for name, tensor in Collator(0)(row).items() if name != "labels"}
+    row = join([{"input_ids": ids, "labels": ids} for ids in examples])
+    batch = {name: tensor.to(device) for name, tensor in Collator(0)([row]).items() if name != "labels"}
     logits: Tensor = model(**batch).logits[0]
     return logits
 

@@ -17,6 +17,7 @@ from nalora.methods.method import Method
 from nalora.models.loading import ModelSpec
 from nalora.runs import old_names, packaged
 from nalora.runs.values import converted, limit_problems, takes_mapping
+from nalora.tasks import data_files
 
 # A null judge is allowed: the run can be trained now, and evaluated where there is a judge.
 _JUDGE = "judge_model"
@@ -50,7 +51,7 @@ class RunSettings:
     overlong: Literal["drop", "truncate"] = "drop"
     packing: bool = False
     batches: Literal["random", "like-length"] = "random"
-    prompt_style: Literal["plain", "chat"] = "plain"
+    prompt_style: Literal["auto", "plain", "chat"] = "auto"
     train_limit: int | None = None
     validation_size: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -195,6 +196,8 @@ def check(options: Mapping[Any, Any], where: str = "run") -> Run:
             prepared = method.build(**_only(values, method_types))
     if problems or prepared is None:
         raise SettingsError(where, problems)
+    if values.get("prompt_style", "auto") == "auto" and not data_files.is_data(values["task"]):
+        values["prompt_style"] = "plain"  # the published prompts of the tasks that come with nalora
     run_settings = RunSettings(**_only(values, run_types))
     return Run(run_settings, prepared, _only(values, task_types), deleted)
 

@@ -18,7 +18,7 @@ from nalora.files import python_files
 # Whoever decides must see the whole path of the code.
 _LONGEST = 400
 # Settings that name a method or a task, by name or by a Python file, which is then run.
-CODE = ("method", "on", "task")
+CODE = ("method", "on", "task", "score")
 
 
 def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict[str, str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.files import python_files
-from nalora.tasks import gym
+from nalora.tasks import data_files, gym
+from nalora.tasks.own_data import OwnData
 from nalora.tasks.task import Answer, Example, Scores, Task, TrainingInputs
 
 __all__ = ["Answer", "Example", "Scores", "Task", "TrainingInputs", "get", "name_of", "names", "option_types"]
@@ -22,8 +23,8 @@ def _known() -> dict[str, type[Task]]:
 
 
 def names() -> list[str]:
-    """Return the names of all tasks; ``gym/FAMILY`` stands for all families of reasoning-gym."""
-    return [*sorted(_known()), gym.Gym.name]
+    """Return the names of all tasks; ``gym/FAMILY`` means any family of reasoning-gym, ``FILE`` any data."""
+    return [*sorted(_known()), gym.Gym.name, OwnData.name]
 
 
 def resolve(name: str) -> tuple[str, type[Task]]:
@@ -31,7 +32,7 @@ def resolve(name: str) -> tuple[str, type[Task]]:
 
     Args:
         name: one of `names()`, ``gym/`` with a family, ``file.py`` for the first entry of a file's TASKS, or
-            ``file.py:my-task``.
+            ``file.py:my-task``; or a data file, a folder of them or ``hub:owner/name`` (`own_data`).
 
     Raises:
         NALoRAError: no such task, or, if reasoning-gym is installed, no such family.
@@ -39,6 +40,8 @@ def resolve(name: str) -> tuple[str, type[Task]]:
     if python_files.split(name):
         task: type[Task] = python_files.entry("task", name, "TASKS")
         return task.name, task
+    if data_files.is_data(name):
+        return Path(name).name, OwnData
     if name.startswith(gym.PREFIX):
         gym.refuse_unknown_family(name)
         return name, gym.Gym
@@ -47,7 +50,7 @@ def resolve(name: str) -> tuple[str, type[Task]]:
         raise NALoRAError(
             f"task {name!r}",
             found="no task of that name",
-            expected=f"one of {', '.join(names())}, or a Python file with TASKS",
+            expected=f"one of {', '.join(names())}, a data file, or a Python file with TASKS",
             fix=did_you_mean(name, candidates, "see `nalora tasks`"),
         )
     return name, _known()[name]
@@ -74,7 +77,8 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
             fix=did_you_mean(option, known, "leave it out"),
         )
     parameters = inspect.signature(task).parameters
-    common = {key: value for key, value in (("name", own_name), ("data_dir", data_dir)) if key in parameters}
+    common = {"name": own_name, "source": name, "data_dir": data_dir}
+    common = {key: value for key, value in common.items() if key in parameters}
     made = task(**common, **options)
     made.name = own_name  # a subclass may have a parent that sets another
     return made
@@ -90,10 +94,10 @@ def option_types(name: str) -> dict[str, Any]:
     _, task = resolve(name)
     hints = typing.get_type_hints(task.__init__)
     parameters = inspect.signature(task).parameters
-    return {option: hints.get(option, Any) for option in parameters if option not in ("name", "data_dir")}
+    return {option: hints.get(option, Any) for option in parameters if option not in ("name", "source", "data_dir")}
 
 
 def described() -> list[tuple[str, str, str]]:
     """Return (name, title, measures) of every task, without loading its data."""
-    every: list[type[Task]] = [*(_known()[name] for name in sorted(_known())), gym.Gym]
+    every: list[type[Task]] = [*(_known()[name] for name in sorted(_known())), gym.Gym, OwnData]
     return [(task.name, task.title, ", ".join(task.measures)) for task in every]

@@ -12,9 +12,8 @@ from nalora.errors import NALoRAError, missing_path, require, unknown_name
 from nalora.files import python_files
 from nalora.tasks.data_files import HUB, Rows, open_rows
 from nalora.tasks.data_formats import Conversation, Reader, reader_for
-from nalora.tasks.overlap import question_key
-from nalora.tasks.prompts import alpaca
-from nalora.tasks.task import Example, Scores, Task
+from nalora.tasks.splits import question_key
+from nalora.tasks.task import Example, Scores, Task, alpaca
 from nalora.tasks.text_measures import MEASURES, matching, suitable
 
 # Without test data this share of the rows is held out as the test set, but not more rows than that.
@@ -29,7 +28,7 @@ class OwnData(Task):
     """A task from data files; `nalora data FILE` shows how they are read.
 
     Args:
-        name: the training data: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder, or ``hub:owner/name``.
+        source: the training data: a file (.jsonl, .json, .csv, .tsv, .parquet), a folder, or ``hub:owner/name``.
         test: the test data; by default the folder's or data set's test split, or else a held-out share of the rows.
         test_share: the share of rows that is held out as the test set (default: a tenth, at most 1,000 rows).
         format: messages, prompt/completion, instruction/output, question/answer or text; recognised by default.
@@ -51,7 +50,7 @@ class OwnData(Task):
 
     def __init__(
         self,
-        name: str,
+        source: str,
         test: str | None = None,
         test_share: float | None = None,
         format: str | None = None,
@@ -64,10 +63,10 @@ class OwnData(Task):
     ) -> None:
         require(test_share is None or 0 < test_share < 1, "test_share", test_share, "a number between 0 and 1")
         require(test_share is None or test is None, "test_share", test_share, "none with test", "remove one of them")
-        self.name, self.max_new_tokens = name, max_new_tokens
+        self.name, self.max_new_tokens = Path(source).name, max_new_tokens
         self._reading = {"format": format, "columns": columns, "system": system}
-        self._train = ExampleRows.opened(name, "train", **self._reading)
-        self._test = self._test_data(name, test, test_share)
+        self._train = ExampleRows.opened(source, "train", **self._reading)
+        self._test = self._test_data(source, test, test_share)
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
         self.measures = tuple(self._measures)
 
@@ -82,7 +81,7 @@ class OwnData(Task):
     def training_set(self) -> Sequence[Example]:
         """Return `train_examples` without rows whose question is in the test set."""
         tested = {example_key(example) for example in self._test}
-        kept, self.also_asked = self._train.without(tested)
+        kept, self.dropped_test_questions = self._train.without(tested)
         if not kept:
             raise NALoRAError(
                 self.name,
@@ -96,12 +95,12 @@ class OwnData(Task):
         """Compare the output with the expected answer by every measure."""
         return {name: measure(example, outputs[0]) for name, measure in self._measures.items()}
 
-    def _test_data(self, name: str, test: str | None, share: float | None) -> ExampleRows:
+    def _test_data(self, source: str, test: str | None, share: float | None) -> ExampleRows:
         if test is not None:
             return ExampleRows.opened(test, "test", **self._reading)
-        if share is None and (name.startswith(HUB) or Path(name).is_dir()):
+        if share is None and (source.startswith(HUB) or Path(source).is_dir()):
             try:
-                return ExampleRows.opened(name, "test", **self._reading)
+                return ExampleRows.opened(source, "test", **self._reading)
             except NALoRAError as error:
                 if not error.found.startswith(("no file for", "no split")):
                     raise

@@ -30,6 +30,7 @@ class Example:
             chat template. Empty if the prompt has no template.
         further_questions: the follow-ups without their template, likewise.
         facts: further data for scoring: the number, the unit tests, the label.
+        messages: a conversation of several turns that ends with the target, for chat templates; empty for one question.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Example:
     facts: Mapping[str, Any] = field(default_factory=dict)
     question: str = ""
     further_questions: tuple[str, ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 # The scores of one example by the name of the measure, each from 0 to 1 unless the measure defines another range.
@@ -207,4 +209,4 @@ class Task:
 
     def content(self, examples: Sequence[Example]) -> list[Any]:
         """Return the complete content of the examples for JSON; evaluations of other content have another folder."""
-        return [[e.id, e.prompt, e.target, e.follow_ups, dict(e.facts)] for e in examples]
+        return [[e.id, e.prompt, e.target, e.follow_ups, dict(e.facts), *map(dict, e.messages)] for e in examples]
