@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nalora import __version__
-from nalora.cli import diagnosing, failures, inspecting, listing, reporting, runs, studying
+from nalora.cli import data, diagnosing, failures, inspecting, listing, reporting, runs, studying
 
 # The exit code that shells report for SIGPIPE: the reader of the output has ended.
 _BROKEN_PIPE = 128 + 13
@@ -65,7 +65,7 @@ def _options(
 
 
 for command in (
-    runs.demo, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report, studying.study,
+    runs.demo, data.data, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report, studying.study,
     inspecting.inspect, listing.methods, listing.tasks, listing.models, inspecting.activations,
     listing.recipes,
 ):  # fmt: skip

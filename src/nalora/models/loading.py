@@ -101,6 +101,15 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     return Loaded(model.eval(), processor, spec)
 
 
+def load_processor(spec: ModelSpec) -> Any:
+    """Load the tokenizer or processor alone; raise NALoRAError as `load` does."""
+    source, extra = _source(spec)
+    try:
+        return _processor(spec, source, extra)
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loaded(spec, error) from error
+
+
 def read_config(spec: ModelSpec) -> Any:
     """Return the model's configuration, or None if it cannot be read, in which case `load` reports the reason.
 

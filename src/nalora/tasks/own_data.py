@@ -70,6 +70,11 @@ class OwnData(Task):
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
         self.measures = tuple(self._measures)
 
+    @property
+    def reader(self) -> Reader:
+        """The format of the training data and its columns."""
+        return self._train.reader
+
     def train_examples(self) -> Sequence[Example]:
         """Return the rows for training, in file order."""
         return self._train
@@ -220,8 +225,9 @@ class ExampleRows(Sequence[Example]):
 
 
 def example_key(example: Example) -> str:
-    """Return the text by which a row is recognised in another file: its question, or all of a text."""
-    return question_key(example.question or example.target)
+    """Return the text by which a row is recognised in another file: all turns before the target, or all of a text."""
+    turns = [message["content"] for message in example.messages[:-1] if message["role"] != "system"]
+    return question_key(" ".join(turns) or example.target)
 
 
 def _hash(text: str) -> int:
