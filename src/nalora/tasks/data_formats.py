@@ -50,7 +50,8 @@ class Format:
         for role, known in self.roles.items():
             needed = not role.endswith("?")
             role = role.rstrip("?")
-            column = chosen.get(role) or next((name for name in known if name in names), None)
+            free = (name for name in known if name in names and name not in chosen.values())
+            column = chosen.get(role) or next(free, None)
             if column is not None:
                 by_role[role] = column
             elif needed:
