@@ -57,18 +57,18 @@ class DerivedRows(Sequence[Row]):
     """Rows that a function returns for their number, each time they are needed."""
 
     def __init__(self, count: int, read: Callable[[int], Row]) -> None:
-        self.count, self.read = count, read
+        self._count, self._read = count, read
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        places: Any = range(self.count)[index]
-        return self.read(places) if isinstance(places, int) else [self.read(place) for place in places]
+        places: Any = range(self._count)[index]
+        return self._read(places) if isinstance(places, int) else [self._read(place) for place in places]
 
 
 def packed_rows(

@@ -92,7 +92,7 @@ def _message(message: Any, number: int) -> Message:
         raise ValueError(f"message {number} has the role {role!r}, expected one of system, user, assistant, tool")
     content = message.get("content", message.get("value"))
     if isinstance(content, list):  # OpenAI's parts; only text can be trained on here
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise ValueError(f"message {number} has parts that are no text")
         content = "".join(parts)

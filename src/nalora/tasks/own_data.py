@@ -64,7 +64,7 @@ class OwnData(Task):
         require(test_share is None or 0 < test_share < 1, "test_share", test_share, "a number between 0 and 1")
         require(test_share is None or test is None, "test_share", test_share, "none with test", "remove one of them")
         self.name, self.max_new_tokens = Path(source).name, max_new_tokens
-        self._reading = {"format": format, "columns": columns, "system": system}
+        self._reading: dict[str, Any] = {"format": format, "columns": columns, "system": system}
         self._train = ExampleRows.opened(source, "train", **self._reading)
         self._test = self._test_data(source, test, test_share)
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
@@ -242,7 +242,7 @@ def _dialogue(before: Sequence[Mapping[str, str]], question: str) -> str:
 def _with_system(template: Any) -> Any:
     def prompt(before: Sequence[Mapping[str, str]], question: str) -> str:
         system = before[0]["content"] + "\n\n" if before and before[0]["role"] == "system" else ""
-        return system + template(question)
+        return f"{system}{template(question)}"
 
     return prompt
 
