@@ -93,7 +93,7 @@ def test_bound_is_an_equality_for_equal_channels(p):
     torch.testing.assert_close(bound, torch.linalg.vector_norm(mismatch, p, dim=-1))
 
 
-def test_bound_reduces_the_dimension_it_is_told():
+def test_bound_reduces_the_dimension_it_gets():
     values = randn(4, 5, 3)
     along_first = eq.mismatch_bound(*values, phi=SILU.phi, selection=SILU.selection, dim=0)
     along_last = eq.mismatch_bound(*values.transpose(1, 2), phi=SILU.phi, selection=SILU.selection)
@@ -254,7 +254,7 @@ def test_mask_is_soft_and_grows_with_the_score(values, keep):
     assert torch.equal(mask > 0.5, k > threshold) or (k - threshold).abs().min() < 1e-15
 
 
-def test_mask_keeps_the_ratio_it_is_asked_for():
+def test_mask_keeps_the_requested_ratio():
     k = torch.rand(1000, dtype=torch.float64)
     mask = eq.soft_mask(k, eq.quantile_threshold(k, 0.3), 20.0)
     assert (mask > 0.5).sum() == 300
@@ -364,7 +364,7 @@ def test_the_regime_score_is_clamped_at_both_ends():
     assert eq.regime_score(shares, -3.0).tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
-def test_the_bound_is_in_the_euclidean_norm_unless_told_otherwise():
+def test_the_bound_is_in_the_euclidean_norm_by_default():
     z, u, z_lora, u_lora = (randn(4, 6, seed=seed) for seed in range(4))
     functions = {"phi": SILU.phi, "selection": SILU.selection}
     assert torch.equal(
@@ -380,14 +380,14 @@ def test_kappa_with_the_papers_epsilon_has_its_poles_where_phi_is_minus_epsilon(
     assert (eq.kappa(z, SILU.phi(z), SILU.derivative(z)).abs() < 20).all()
 
 
-def test_a_score_may_be_asked_for_any_number_of_blocks_at_once():
+def test_a_score_is_computed_for_any_number_of_blocks_at_once():
     one = eq.channel_score(torch.tensor([2.0, 4.0]), torch.tensor(2))
     several = eq.channel_score(torch.tensor([[[2.0, 4.0]] * 3] * 2), torch.full((2, 3), 2))
     assert one.tolist() == [1.0, 2.0]
     assert several.tolist() == [[[1.0, 2.0]] * 3] * 2
 
 
-def test_shares_are_in_the_precision_that_is_asked_for():
+def test_shares_are_in_the_precision_that_is_requested():
     shares = eq.regime_shares(torch.tensor([[1, 1, 1]]), torch.float64)
     assert shares.dtype == torch.float64
     assert shares.tolist() == [[1 / 3] * 3]

@@ -350,7 +350,7 @@ def _console():
         (["activations", "silu", "relu", "--draw", "out"], "out/relu.png"),
     ],
 )
-def test_a_file_of_somebody_else_s_is_not_written_over(known, tmp_path, monkeypatch, arguments, name, link):
+def test_a_file_of_another_program_is_not_written_over(known, tmp_path, monkeypatch, arguments, name, link):
     """And nothing else is written either: all files are checked first."""
     shutil.copytree(known[0], tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

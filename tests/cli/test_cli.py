@@ -71,7 +71,7 @@ def test_rank_shows_in_the_size(run, llama):
     "targets",
     [("--target-modules", "gate_proj,down_proj"), ("--target-modules", "gate_proj", "--target-modules", "down_proj")],
 )
-def test_target_modules_repeat_or_stand_in_a_list(run, llama, targets):
+def test_target_modules_repeat_or_are_in_a_list(run, llama, targets):
     code, out, _ = run("inspect", llama, *targets)
     assert code == 0
     assert "up up_proj (no adapter)" in out
@@ -87,7 +87,7 @@ def test_gelu_is_unscaled_in_the_paper_and_scaled_when_derived(run, gpt2):
     assert "-0.752 … +0.840" in derived
 
 
-def test_a_plan_for_a_model_that_training_refuses_says_so(run, tmp_path, llama):
+def test_a_plan_reports_that_training_would_refuse_the_model(run, tmp_path, llama):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers.BertConfig(**sizes).save_pretrained(tmp_path / "bert")
     code, out, _ = run("inspect", tmp_path / "bert")

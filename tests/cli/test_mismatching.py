@@ -38,7 +38,7 @@ def test_a_row_for_each_block_and_a_verdict():
     assert "weight away from the mismatch" in printed(tiny.llama(), tiny.llama(lora_b=0.1), "away")
 
 
-def test_without_a_mask_the_sensitivity_is_asked():
+def test_without_a_mask_the_sensitivity_is_evaluated():
     text = printed(tiny.llama(), tiny.llama(lora_b=0.1))
     assert "ρ mask" not in text
     assert "The sensitivity E|φ′(z)|, which would be the mask," in text

@@ -50,7 +50,7 @@ def test_tables(report, folder, tmp_path):
     assert "| lora | 0.1500 | 0.5500 | 0.1000 |" in text
 
 
-def test_the_page_comes_too_where_it_is_asked_for(report, folder, tmp_path):
+def test_the_page_is_written_too_where_it_is_requested(report, folder, tmp_path):
     code, out, _ = report(folder, "--tables", tmp_path / "t", "--output", tmp_path / "page.html")
     assert code == 0
     assert (tmp_path / "page.html").is_file()
@@ -65,7 +65,7 @@ def test_a_study_has_none_of_these(report, tmp_path, option):
     assert "leave them out" in " ".join(err.split())
 
 
-def test_nothing_to_draw_is_said_and_no_folder_made(report, tmp_path):
+def test_nothing_to_draw_is_reported_and_no_folder_made(report, tmp_path):
     (tmp_path / "run.yaml").write_text("method: lora\n")
     code, out, err = report(tmp_path, "--paper-figures", tmp_path / "p")
     assert (code, out) == (1, "")

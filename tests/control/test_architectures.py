@@ -177,7 +177,7 @@ TARGETS = ["all-linear", r"model\.layers\.0\.mlp\.(gate|up|down)_proj", ["gate_p
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("model_type", DENSE)
-def test_dense_layers_that_peft_passes_over_are_adapted_as_the_refusal_says(model_type, targets):
+def test_dense_layers_that_peft_passes_over_are_adapted_as_the_error_says(model_type, targets):
     settings, count = DENSE[model_type]
     config = peft.LoraConfig(r=2, target_modules=targets)
     error = refusal(peft.get_peft_model(causal_model(model_type, **settings), config))
@@ -236,7 +236,7 @@ def test_attention_alone_is_answered_with_the_names_to_add(model_type):
 @pytest.mark.parametrize(
     "model_type", ["mixtral", "gpt_oss", "granitemoe", "phimoe", "olmoe", "qwen3_moe", "flex_olmo", "mellum", "jetmoe"]
 )
-def test_models_of_experts_alone_are_said_to_be_plain_loras(model_type):
+def test_models_of_experts_alone_are_reported_as_plain_loras(model_type):
     model = adapted(causal_model(model_type))
     error = refusal(model)
     assert "experts in one parameter" in error.found
@@ -263,7 +263,7 @@ def test_what_peft_refuses_in_mamba_is_answered_with_the_names_that_it_takes(mod
     assert backward(model) > 0
 
 
-def test_a_norm_inside_the_ffn_is_said_not_to_be_recognised():
+def test_a_norm_inside_the_ffn_is_reported_as_not_recognised():
     model = adapted(causal_model("bitnet"))
     assert "no layer of this model is in an FFN of a form that nalora recognises" in refusal(model).found
     assert backward(model) > 0

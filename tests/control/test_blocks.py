@@ -100,7 +100,7 @@ class NeverHeardOf(nn.Module):
         return signal + self.squash(0.5 * self.kernels["frobnicate"](x) * bent)
 
 
-def test_a_model_nobody_has_heard_of():
+def test_a_model_that_is_unknown():
     model = tiny.with_lora(nn.Sequential(NeverHeardOf(), NeverHeardOf()), lora_b=0.1)
     blocks = find_blocks(model).blocks
     assert [block.gate.name.rpartition(".")[2] for block in blocks] == ["widget", "widget"]
@@ -149,7 +149,7 @@ def test_partial_adapters_with_the_gate_have_both_controls(targets):
 
 
 @pytest.mark.parametrize("target", ["down_proj", "up_proj"])
-def test_without_the_gate_only_step_scaling_acts_and_the_plan_says_why(target):
+def test_without_the_gate_only_step_scaling_acts_and_the_plan_gives_the_reason(target):
     model = tiny.llama(target_modules=[target])
     blocks = plan(model).blocks
     assert [(each.mask, each.scaling) for each in blocks] == [(False, True)] * 2
@@ -163,7 +163,7 @@ def test_without_the_gate_only_step_scaling_acts_and_the_plan_says_why(target):
         plan(model, scaling=False)
 
 
-def test_split_targets_on_a_fused_model_are_told():
+def test_split_targets_on_a_fused_model_are_reported():
     """target_modules of Llama adapt only down_proj in Phi-3: the plan shows the gate without an adapter."""
     model = tiny.with_lora(architecture("Phi3"), list(GATED))
     text = str(plan(model))
@@ -171,7 +171,7 @@ def test_split_targets_on_a_fused_model_are_told():
     assert "mask off: gate_up_proj has no adapter" in text
 
 
-def test_attention_only_is_refused_with_a_sentence_that_says_what_is_missing():
+def test_attention_only_is_refused_with_a_sentence_that_names_what_is_missing():
     model = tiny.llama(target_modules=["q_proj", "v_proj"])
     with pytest.raises(NALoRAError, match=r"adapters on q_proj, v_proj alone.*FFN projection"):
         nalora.attach(model, torch.optim.SGD(tiny.trainable(model)))
@@ -213,7 +213,7 @@ def test_gelu_and_relu_regimes():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_moe_experts_are_refused_by_name_and_dense_blocks_beside_them_work():
+def test_moe_experts_are_refused_by_name_and_dense_blocks_next_to_them_work():
     mixtral = peft.get_peft_model(architecture("Mixtral"), peft.LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(NALoRAError, match=r"MixtralTopKRouter|3-D expert parameter MixtralExperts"):
         nalora.attach(mixtral, torch.optim.SGD(tiny.trainable(mixtral)))
@@ -264,7 +264,7 @@ def test_other_adapters_are_refused_by_name(config, named):
         find_blocks(model)
 
 
-def test_a_model_without_adapters_says_what_it_saw():
+def test_a_model_without_adapters_reports_what_it_saw():
     with pytest.raises(NALoRAError, match=r"no LoRA layers \(LlamaForCausalLM with 15 linear layers\)"):
         find_blocks(architecture("Llama"))
 

@@ -71,7 +71,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [FILE_NAME]
 
 
-def test_other_settings_are_told(tmp_path):
+def test_other_settings_are_reported(tmp_path):
     controller(keep_ratio=0.5).save(tmp_path)
     with pytest.warns(UserWarning, match="differ from the saved ones: keep_ratio"):
         controller(keep_ratio=0.6).load(tmp_path)

@@ -214,7 +214,7 @@ def test_mask_and_scale_take_hold_of_the_rows_they_should():
                 torch.testing.assert_close(ratio, expected.expand_as(ratio), rtol=1e-6, atol=0)
 
 
-def test_the_adam_notice_is_one_sentence_told_once_and_true():
+def test_the_adam_notice_is_one_sentence_reported_once_and_true():
     from nalora.control import controller as module
 
     module._warn_once.cache_clear()
@@ -264,7 +264,7 @@ def test_the_plan_is_one_readable_screen():
 
 
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
-def test_a_model_that_nobody_holds_is_freed_with_its_controller(apply_to):
+def test_a_model_without_references_is_freed_with_its_controller(apply_to):
     """Also without `detach`: a notebook that trains a second model needs the memory."""
     model = tiny.llama(torch.float32)
     optimizer = SGD(tiny.trainable(model), lr=0.1)

@@ -132,7 +132,7 @@ def test_what_is_not_elementwise_is_refused(phi, found):
         ("{broken}:f", "SyntaxError"),
     ],
 )
-def test_what_is_not_there_is_said(file, tmp_path, name, found):
+def test_what_is_not_there_is_reported(file, tmp_path, name, found):
     broken = tmp_path / "broken.py"
     broken.write_text("def (")
     with pytest.raises(NALoRAError, match=found):

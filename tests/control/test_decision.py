@@ -94,7 +94,7 @@ def test_a_block_that_saw_nothing_keeps_its_state_and_is_counted_as_skipped():
 
 
 @pytest.mark.parametrize("happened", [torch.tensor(0.0), torch.tensor(False), torch.tensor([0])])
-def test_a_step_that_the_optimizer_skipped_changes_nothing_and_is_nobodys_fault(happened):
+def test_a_step_that_the_optimizer_skipped_changes_nothing_and_is_not_an_error(happened):
     here = group()
     before = state(here)
     here.commit(decision(valid=torch.tensor([False, True])), happened)

@@ -182,7 +182,7 @@ def test_what_cannot_be_inspected_is_named(tmp_path, make, found):
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "missing.json", "no spaces please"])
-def test_a_missing_path_never_asks_the_hub(monkeypatch, name):
+def test_a_missing_path_never_contacts_the_hub(monkeypatch, name):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(nalora.NALoRAError, match="no such file or folder"):
         inspect_model(name)

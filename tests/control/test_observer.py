@@ -89,7 +89,7 @@ def test_applying_in_the_middle_of_an_accumulation_is_an_error():
         tiny.sum_loss(model, tiny.tokens(seed=1))
 
 
-def test_merged_adapters_are_an_error_and_unmerging_goes_on():
+def test_merged_adapters_are_an_error_and_unmerging_continues():
     model, optimizer, _ = attached()
     step(model, optimizer)
     model.merge_adapter()
@@ -100,7 +100,7 @@ def test_merged_adapters_are_an_error_and_unmerging_goes_on():
 
 
 @pytest.mark.parametrize("merge", ["before", "after"])
-def test_merged_adapters_are_an_error_where_something_else_learns(merge):
+def test_merged_adapters_are_an_error_where_something_else_is_trained(merge):
     model = tiny.llama()
     model.get_output_embeddings().weight.requires_grad_(True)
     optimizer = torch.optim.SGD(tiny.trainable(model), lr=0.1)
@@ -116,7 +116,7 @@ def test_merged_adapters_are_an_error_where_something_else_learns(merge):
 
 
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
-def test_steps_of_another_optimizer_are_an_error_and_binding_it_goes_on(apply_to):
+def test_steps_of_another_optimizer_are_an_error_and_binding_it_continues(apply_to):
     model, _, controller = attached(apply_to=apply_to)
     rebuilt = torch.optim.SGD(tiny.trainable(model), lr=0.1)
     step(model, rebuilt)

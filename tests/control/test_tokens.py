@@ -69,7 +69,7 @@ def test_prompt_tokens_with_ignored_labels_are_real_tokens_of_a_decoder():
     assert set(counted(controller).values()) == {16}
 
 
-def test_the_text_mask_says_nothing_about_the_vision_tower():
+def test_the_text_mask_does_not_apply_to_the_vision_tower():
     """Two images of 4 patches + 1 class token and two texts of 5 tokens: shapes agree, towers do not."""
     model, controller = attached(architecture("CLIP"))
     model(

@@ -252,7 +252,7 @@ def test_an_encoder_decoder_without_regimes(tmp_path):
     json.dumps(found, allow_nan=False)
 
 
-def test_a_run_without_snapshots_says_so(trained, run):
+def test_a_run_without_snapshots_is_reported(trained, run):
     shutil.rmtree(run / "snapshots")
     found = diagnose(run, PROBE)
     assert found["steps"] == [0, 6]
@@ -262,7 +262,7 @@ def test_a_run_without_snapshots_says_so(trained, run):
 
 
 @pytest.mark.parametrize(("method", "steps"), [("na-lora", [0, 2, 4]), ("pissa", [0, 4])])
-def test_checkpoints_stand_in_for_snapshots(tmp_path, method, steps):
+def test_checkpoints_replace_snapshots(tmp_path, method, steps):
     """Where they hold what the method would save: PiSSA's adapters are of a base of its own."""
     train(check(settings(tmp_path, method=method, steps=4, snapshot_every=0, save_every=2, learning_rate=1e-3)))
     found = diagnose(tmp_path / "run", PROBE)

@@ -174,7 +174,7 @@ def test_models_of_different_shape_are_refused():
         find_sites(torch.nn.Sequential(torch.nn.Linear(4, 4)))
 
 
-def test_gradients_are_off_in_every_thread_and_the_mode_comes_back():
+def test_gradients_are_off_in_every_thread_and_the_mode_is_restored():
     model = tiny.llama(torch.float32).train()
     modes = []
     with Lockstep([model]) as lockstep:

@@ -97,7 +97,7 @@ def test_a_lora_run_against_full_fine_tuning(runs):
         assert all(0 < part <= most for part, most in held)
 
 
-def test_an_na_lora_run_is_asked_about_the_mask_it_ended_with(runs):
+def test_an_na_lora_run_is_evaluated_with_the_mask_it_ended_with(runs):
     result = diagnose_against(runs / "na-lora", str(runs / "full"))
     assert result["mask_step"] == 4
     assert result["mask"].keys() == result["statistics"]["utility"].keys()
@@ -188,7 +188,7 @@ def test_every_kind_of_target(runs, target):
     assert min(result["energy"]["total"]) > 0
 
 
-def test_a_full_run_is_asked_as_well(runs):
+def test_a_full_run_is_evaluated_as_well(runs):
     forth = diagnose_against(runs / "full", str(runs / "lora"))
     back = diagnose_against(runs / "lora", str(runs / "full"))
     assert forth["energy"]["total"] == pytest.approx(back["energy"]["total"])

@@ -98,7 +98,7 @@ def test_one_comparison_rejects_at_its_rate_and_the_bootstrap_would_not():
 
 
 @pytest.mark.parametrize("effect", [2.0, 1.0])
-def test_a_difference_is_found_as_often_as_the_power_says(effect):
+def test_a_difference_is_found_as_often_as_the_power_predicts(effect):
     """The number of seeds that `seeds_to_decide` names finds the difference four times out of five, fewer do not."""
     half = math.sqrt(0.5)
     seeds = seeds_to_decide([effect - half, effect + half], 0.05)  # of this mean and a deviation of 1

@@ -16,7 +16,7 @@ from nalora.kernels.cuda_graphs import GraphedStep
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_a_missing_gpu_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(nalora.NALoRAError, match="no CUDA device"):
         GraphedStep(lambda batch: torch.zeros(()))
@@ -67,13 +67,13 @@ def test_a_compiled_model_is_captured_too():
 
 
 @gpu
-def test_a_step_that_asks_the_gpu_is_refused_with_a_reason():
+def test_a_step_that_waits_for_the_gpu_is_refused_with_a_reason():
     step = GraphedStep(lambda batch: batch["x"].sum() * batch["x"].sum().item(), warmup=0)
     with pytest.raises(nalora.NALoRAError, match="cannot be captured"):
         step({"x": torch.ones(3, device="cuda")})
 
 
-def test_a_capture_that_finds_no_memory_says_so_and_blames_no_step(monkeypatch):
+def test_a_capture_that_finds_no_memory_is_reported_and_blames_no_step(monkeypatch):
     """A study then repeats the run with fewer others beside it."""
 
     def step(batch):

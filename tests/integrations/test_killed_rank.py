@@ -38,7 +38,7 @@ def main(**where) -> None:
         optimizer.zero_grad()
 
 
-def test_the_survivor_says_what_happened(tmp_path):
+def test_the_survivor_reports_what_happened(tmp_path):
     """Without torchrun, which would end the survivor itself; within seconds, not after the group's 120 s."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),

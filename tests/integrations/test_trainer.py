@@ -327,7 +327,7 @@ class Recorder(TrainerCallback):
         self.lines.append(dict(logs))
 
 
-def test_metrics_stand_in_the_trainers_own_logs(tmp_path):
+def test_metrics_are_in_the_trainers_own_logs(tmp_path):
     recorder = Recorder()
     settings = dict(eval_strategy="steps", eval_steps=2, eval_dataset=rows(4, seed=5), logging_steps=2)
     trainer = make_trainer(tmp_path, data=rows(16), callbacks=[recorder], **settings)
@@ -547,7 +547,7 @@ def untouched(trainer) -> bool:
 
 
 @SPACES
-def test_training_twice_goes_on_where_it_stopped(tmp_path, apply_to):
+def test_training_twice_continues_where_it_stopped(tmp_path, apply_to):
     trainer = make_trainer(tmp_path, data=rows(24))
     controller = nalora.attach_trainer(trainer, NALoRAConfig(apply_to=apply_to))
     trainer.train()
@@ -642,7 +642,7 @@ def test_what_cannot_be_controlled_is_refused_by_name(tmp_path, name):
     assert untouched(trainer)
 
 
-def test_nothing_to_control_is_said_when_attaching(tmp_path):
+def test_nothing_to_control_is_reported_when_attaching(tmp_path):
     without_lora = make_trainer(tmp_path, tiny.llama().unload())
     with pytest.raises(NALoRAError, match="no LoRA layers"):
         nalora.attach_trainer(without_lora)

@@ -115,7 +115,7 @@ def test_a_pass_without_labels_has_no_loss_to_add_to(tmp_path):
     assert made.model(input_ids=torch.arange(4, 12)[None]).logits.isfinite().all()
 
 
-def test_the_trainer_says_how_many_steps_there_are(tmp_path):
+def test_the_trainer_reports_how_many_steps_there_are(tmp_path):
     made = trainer(tmp_path, steps=10, max_steps=6)  # prepared for 10
     made.train()
     config = made.model.peft_config["default"]
@@ -260,6 +260,6 @@ def test_the_shortest_run_that_is_allowed_prunes_to_the_budget(tmp_path, share):
     assert singular_values(made.model).ne(0).sum() == RANK * LAYERS
 
 
-def test_na_lora_cannot_stand_on_it():
+def test_na_lora_cannot_be_combined_with_it():
     with pytest.raises(nalora.NALoRAError, match="allocated by the products of weights and gradients"):
         methods.get("na-lora").build(on="adalora")

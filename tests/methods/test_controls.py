@@ -172,7 +172,7 @@ def test_scaled_lora_counts_steps_by_their_size(tmp_path):
         ({"gate_scale": 0.0}, "a positive number"),
     ],
 )
-def test_scaled_lora_wants_its_factors(settings, given, message):
+def test_scaled_lora_needs_its_factors(settings, given, message):
     with pytest.raises(nalora.NALoRAError, match=message):
         check({**settings, "method": "lora-scaled", **given})
 

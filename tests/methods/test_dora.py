@@ -47,7 +47,7 @@ def test_rows_have_the_length_mu_and_the_direction_of_the_sum():
         torch.testing.assert_close(layer(x).double(), x.double() @ expected.T, rtol=1e-4, atol=1e-4)
 
 
-def test_everything_that_learns_is_float32_on_a_16_bit_base():
+def test_everything_trainable_is_float32_on_a_16_bit_base():
     learning = {name: p for name, p in prepared(torch.bfloat16).named_parameters() if p.requires_grad}
     assert {name.split(".")[-3] for name in learning if "magnitude" not in name} == {"lora_A", "lora_B"}
     assert sum("magnitude" in name for name in learning) == 14

@@ -200,7 +200,7 @@ def test_in_the_mean_over_draws_it_is_gamma_times_the_gradient(rank):
     assert 0.02 < shares.std() < 0.6
 
 
-def test_the_start_lowers_the_loss_by_what_the_gradient_says():
+def test_the_start_lowers_the_loss_by_what_the_gradient_predicts():
     data = rows()
     stock = uneven(torch.float64)
     gradients = autograd_gradients(stock, data)
@@ -269,7 +269,7 @@ def test_resumed_without_the_cache_it_ends_the_same(tmp_path, monkeypatch):
     check_that_it_resumes_without_gradients(settings, gora, tmp_path, monkeypatch)
 
 
-def test_b_learns_ratio_times_as_fast(tmp_path, monkeypatch):
+def test_b_has_ratio_times_the_learning_rate(tmp_path, monkeypatch):
     import nalora.training.run as module
 
     monkeypatch.setenv("NALORA_CACHE", str(tmp_path / "cache"))

@@ -210,7 +210,7 @@ def test_groups_of_a_7b_model_fit_in_4_gib():
     assert len(made) * 8 <= 64
 
 
-def test_a_model_of_30_layers_takes_at_most_64_passes_and_says_how_far_it_is():
+def test_a_model_of_30_layers_takes_at_most_64_passes_and_reports_how_far_it_is():
     model = wrapped(llama(30, hidden=8), r=2)
     seen, heard = passes(model), []
     start = start_on(rows(8), 1, report=lambda *said: heard.append(said))

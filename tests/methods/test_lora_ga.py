@@ -177,7 +177,7 @@ def test_settings_are_positive(setting):
         LoRAGA(**{setting: 0})
 
 
-def test_na_lora_stands_on_it():
+def test_na_lora_can_be_combined_with_it():
     method = methods.get("na-lora").build(on="lora-ga", gamma=9.0)
     assert isinstance(method.prepare(llama(), Adapter(RANK), start_on(rows(8), 1)), nn.Module)
     assert method.settings()["gamma"] == 9.0

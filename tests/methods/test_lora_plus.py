@@ -76,7 +76,7 @@ def test_the_schedule_keeps_the_ratio(tmp_path):
     assert all(high == pytest.approx(4 * low) for low, high in seen)
 
 
-def test_the_magnitude_of_dora_learns_with_a():
+def test_the_magnitude_of_dora_trains_with_a():
     model = methods.get("dora")().prepare(llama(), Adapter(rank=4), Start())
     names = {id(p): n for n, p in model.named_parameters()}
     low, high = lora_plus_groups(model, lr=1.0, ratio=16.0, weight_decay=0.0)

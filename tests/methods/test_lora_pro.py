@@ -211,7 +211,7 @@ def test_stacks_of_full_mode_are_cut_without_a_difference(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
-def test_full_mode_goes_on_where_it_was(tmp_path, how):
+def test_full_mode_continues_where_it_was(tmp_path, how):
     model = llama(torch.float32)
     optimizer = LoRAPro(mode="full").optimizer(trainer_of(model, tmp_path))
     for step in range(3):
@@ -302,7 +302,7 @@ def test_adapters_that_are_not_finite_are_named(tmp_path):
         optimizer.step()
 
 
-def test_na_lora_does_not_stand_on_it():
+def test_na_lora_cannot_be_combined_with_it():
     with pytest.raises(nalora.NALoRAError, match="solved for together"):
         methods.get("na-lora").build(on="lora-pro")
 

@@ -56,7 +56,7 @@ def test_an_older_run_gives_what_acted(tmp_path, changes, expected):
     assert factors == pytest.approx(FOLLOWED | expected)
 
 
-def test_an_older_run_that_cannot_tell_is_refused(tmp_path):
+def test_an_older_run_that_has_no_record_is_refused(tmp_path):
     with pytest.raises(nalora.NALoRAError, match="which controls acted"):
         mean_applied_factors(run_of_0_1(tmp_path, gates=False))
 

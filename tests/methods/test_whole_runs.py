@@ -118,7 +118,7 @@ def test_a_run_whose_run_yaml_was_deleted_is_not_trained_over(settings, tmp_path
 
 
 @pytest.mark.parametrize("options", [*ELEVEN, *CONTROLS], ids=called)
-def test_stock_libraries_load_what_comes_out_and_merge_it_to_the_same_outputs(settings, tmp_path, options):
+def test_stock_libraries_load_what_is_saved_and_merge_it_to_the_same_outputs(settings, tmp_path, options):
     train(check({**settings, **options, "output": str(tmp_path / "run")}))
     folder = RunFolder(tmp_path / "run")
     stock = transformers.AutoModelForCausalLM.from_pretrained(settings["model"]).eval()
@@ -159,7 +159,7 @@ def test_split_batches_and_checkpointing_learn_the_same(settings, tmp_path, opti
 
 
 @pytest.mark.parametrize("options", ELEVEN, ids=called)
-def test_a_bf16_base_learns(settings, tmp_path, options):
+def test_a_bf16_base_trains(settings, tmp_path, options):
     settings = {**settings, "dtype": "bfloat16", "steps": 30, "batch_size": 8, "learning_rate": 3e-3}
     train(check({**settings, **options, "output": str(tmp_path / "run")}))
     rows = losses(tmp_path / "run")

@@ -40,7 +40,7 @@ BOS, EOS, EOT = (SPECIAL.index(name) for name in ("<s>", "</s>", "<eot>"))
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("bos", [True, False, None])
 @pytest.mark.parametrize("eos", [True, False, None])
-def test_bos_and_eos_are_added_where_the_header_says_so(tmp_path, model, bos, eos):
+def test_bos_and_eos_follow_the_header(tmp_path, model, bos, eos):
     path = write_llama(tmp_path / "a.gguf", model=model, add_bos=bos, add_eos=eos)
     tokenizer = load(ModelSpec(str(path), device="cpu")).processor
     ids, plain = tokenizer("ab a").input_ids, tokenizer("ab a", add_special_tokens=False).input_ids

@@ -155,7 +155,7 @@ def test_a_run_trained_again_replaces_the_earlier_one_whose_losses_are_kept(tmp_
     assert "validation losses differ by 0.2000 (median of 1; at most 0.2000)." in text
 
 
-def test_the_scripts_run_as_the_readme_says(tmp_path, monkeypatch):
+def test_the_scripts_run_as_in_the_readme(tmp_path, monkeypatch):
     run_folder(tmp_path / "store", "1" * 16)
     scripts = tmp_path / "results"
     scripts.mkdir()

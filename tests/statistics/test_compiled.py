@@ -98,7 +98,7 @@ def test_float64_sums_are_float64():
     torch.testing.assert_close(ours.sensitivity, exact.sensitivity, rtol=1e-12, atol=0)
 
 
-def test_passes_add_up_and_repeat_to_the_bit_whatever_came_first(afresh, no_reference):
+def test_passes_add_up_and_repeat_to_the_bit_regardless_of_order(afresh, no_reference):
     """A resumed run compiles at another batch than the run it continues."""
     passes = [normal(length, 90) for length in (50, 1000, 7)]
     results = []

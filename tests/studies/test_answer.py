@@ -36,7 +36,7 @@ def test_a_rate_chosen_at_an_end_of_its_grid_is_named(best, named):
     assert page.count("**0.0003: 1.0000**") == (2 if best == 3e-4 else 1)
 
 
-def test_what_is_known_so_far_is_told_and_no_rate_is_chosen_from_half_of_it():
+def test_what_is_known_so_far_is_reported_and_no_rate_is_chosen_from_half_of_it():
     schedule = Schedule(parse(STUDY), "store")
     lora = schedule.cells[0]
     known = schedule.job(lora, 1e-4, 0).key
@@ -164,7 +164,7 @@ def test_a_rate_whose_run_is_missing_is_distinguished_from_one_that_diverged(tmp
     ]
 
 
-def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_stand_in_for_it():
+def test_a_diverged_run_has_no_accuracy_and_the_other_seeds_do_not_replace_it():
     schedule = Schedule(parse({**STUDY, "learning_rates": [1e-4], "seeds": [0, 1, 2]}), "store")
     lora, dora = schedule.cells
     results = {

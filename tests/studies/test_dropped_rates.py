@@ -104,7 +104,7 @@ def test_the_best_rate_of_the_first_seed_is_never_dropped(losses, margin):
     )
 
 
-def test_a_study_saves_the_runs_and_says_which_rates_it_dropped(tmp_path):
+def test_a_study_saves_the_runs_and_reports_which_rates_it_dropped(tmp_path):
     """The dummies' losses differ by 0.1 at least between rates and by about 0.01 between seeds."""
     engine = Instantly()
     progress = conduct(study(0.1), tmp_path, engine)

@@ -164,7 +164,7 @@ def test_a_second_training_that_cannot_be_leaves_the_first_one_s_result(job, wit
     assert folders(job) == {"run"}
 
 
-def test_a_second_training_that_is_stopped_goes_on_where_it_was(job, without_weights, monkeypatch):
+def test_a_second_training_that_is_stopped_continues_where_it_was(job, without_weights, monkeypatch):
     began: list[int] = []
 
     class StopOnce(transformers.TrainerCallback):
@@ -239,7 +239,7 @@ def test_what_is_not_the_run_s_own_moves_to_the_new_one(job, without_weights):
     assert [each.name for each in stranger.parent.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_of_somebody_else_s_next_to_a_run_is_not_taken_for_its_repetition(job, without_weights):
+def test_a_folder_of_another_program_next_to_a_run_is_not_taken_for_its_repetition(job, without_weights):
     aside = Path(job.store) / f"{job.key}.again"
     for name in ("old/a", "new/a"):
         (aside / name).parent.mkdir(parents=True)

@@ -94,7 +94,7 @@ def test_damaged_files_are_as_if_they_were_not_there(tmp_path, name, content):
     assert found is None or found.losses == {}
 
 
-def test_a_log_of_somebody_else_s_makes_no_store(tmp_path):
+def test_a_log_of_another_program_makes_no_store(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     (tmp_path / "0123456789abcdef.log").write_text("mine")
     with pytest.raises(nalora.NALoRAError):

@@ -56,7 +56,7 @@ class Clock:
                 self.schedule.on_save(None, self.state(), control)
 
 
-def test_a_cheap_checkpoint_comes_every_few_minutes_and_two_are_kept(tmp_path, monkeypatch):
+def test_a_cheap_checkpoint_is_written_every_few_minutes_and_two_are_kept(tmp_path, monkeypatch):
     clock = Clock(tmp_path, monkeypatch)
     clock.train(3600)
     gaps = [late - early for early, late in zip([0.0, *clock.saved], clock.saved, strict=False)]

@@ -91,7 +91,7 @@ def test_an_empty_folder_of_the_user_s_stays(folder):
     assert list(folder.path.iterdir()) == []
 
 
-def test_files_that_somebody_puts_there_meanwhile_stay(folder):
+def test_files_that_another_program_puts_there_meanwhile_stay(folder):
     names = {
         "notes.txt", "checkpoints/best/weights.bin", "checkpoints/checkpoint-3/mine.pt", "snapshots/a",
         # Names that nalora uses as well, later in a run.

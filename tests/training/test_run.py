@@ -44,7 +44,7 @@ def metrics(folder):
 
 
 @pytest.mark.parametrize("method", [{"method": "lora"}, {"method": "na-lora", "apply_to": "update"}])
-def test_an_ordinary_adapter_comes_out_and_the_loss_falls(settings, method, tmp_path):
+def test_an_ordinary_adapter_is_saved_and_the_loss_falls(settings, method, tmp_path):
     result = train(check({**settings, **method, "steps": 30, "learning_rate": 1e-2}))
     rows = metrics(settings["output"])
     assert [row["step"] for row in rows] == list(range(1, 31))
