@@ -1,7 +1,7 @@
 # Everything from a fresh clone with nothing but Python ≥ 3.10 and pip:
 #
 #   make test        linters, types and the quick tests (minutes)
-#   make demo        a real small model trained three ways and asked (seven minutes on two CPU cores)
+#   make demo        a real small model trained three ways and evaluated (seven minutes on two CPU cores)
 #
 # constraints.txt pins torch. It is installed first and by itself, so that pip takes the build that this machine's
 # index offers: the CPU build where only that is offered, the CUDA build, with the same pin, on a machine with a GPU.
@@ -32,8 +32,8 @@ lint: .venv/dev.stamp  ## ruff and mypy
 demo: .venv/demo.stamp  ## LoRA and NA-LoRA side by side on a real model
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nalora demo
 
-# Hours on two cores. Started again it goes on with the mutants that were not tried yet: build/mutants.jsonl.
-mutants: .venv/dev.stamp  ## changes of the code that no test notices: docs/testing.md
+# Hours on two cores. Started again, it continues with the mutants that were not tried yet: build/mutants.jsonl.
+mutants: .venv/dev.stamp  ## changes of the code that no test detects: docs/testing.md
 	$(PIP) --editable ".[mutation]"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 
