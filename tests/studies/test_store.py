@@ -100,3 +100,9 @@ def test_a_log_of_another_program_makes_no_store(tmp_path):
     with pytest.raises(nalora.NALoRAError):
         Store(tmp_path).claim()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0123456789abcdef.log", "thesis.tex"]
+
+
+def test_keys_of_earlier_versions_do_not_change():
+    """Computed at 0.1: a changed key would train every stored run again."""
+    keys = {"61cd7aac71b3dc6e": {"model": "smollm2-135m", "task": "gsm8k"}}
+    assert {key(check(options)): options for options in keys.values()} == keys

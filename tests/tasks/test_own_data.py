@@ -11,6 +11,8 @@ from nalora import tasks
 from nalora.errors import NALoRAError
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.runs import settings
+from nalora.runs.encoding import Encoder
+from nalora.studies.store import key
 from nalora.training.run import train
 
 
@@ -69,7 +71,7 @@ def test_numbers_are_compared_by_value(file):
 def test_measures_are_chosen(file, tmp_path):
     task = tasks.get(file, measure=["exact_match", "regex"], pattern=r"(\d+)")
     example = task.test_examples()[0]
-    assert task.score(example, [f"={example.target}"]) == {"exact_match": 1.0, "regex": 1.0}
+    assert task.score(example, [f"{example.target}."]) == {"exact_match": 1.0, "regex": 1.0}
     own = tmp_path / "score.py"
     own.write_text("def score(question, expected, output):\n    return (question in output) / 2\n")
     task = tasks.get(file, score=str(own))
@@ -116,3 +118,55 @@ def test_a_run_on_a_file_is_trained_and_evaluated(tmp_path, monkeypatch):
     assert set(results["adapted"]["measures"]) == {"number"}
     assert results["adapted"]["examples"] == len(tasks.get("sums.jsonl").test_examples())
     assert list((tmp_path / "run" / "evaluations" / "sums.jsonl").iterdir())
+
+
+def test_optional_columns_may_be_missing_in_the_first_row(tmp_path):
+    rows = [{"instruction": "Add.", "output": "2"}, {"instruction": "Add.", "input": "1 + 2", "output": "3"}]
+    task = tasks.get(
+        written(
+            tmp_path / "a.jsonl", [*rows, *({**row, "instruction": f"Add {n}."} for n in range(20) for row in rows)]
+        )
+    )
+    questions = {example.question for example in (*task.train_examples(), *task.test_examples())}
+    assert {"Add.", "Add.\n\n1 + 2"} <= questions
+
+
+def test_data_files_are_known_by_their_content(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = (written(tmp_path / name / "train.jsonl", sums(count)) for name, count in (("a", 20), ("b", 30)))
+    run = {"model": "smollm2-135m", "output": "x"}
+    keys = [key(settings.check({**run, "task": file})) for file in (one, other)]
+    assert keys[0] != keys[1]
+    written(tmp_path / "b" / "train.jsonl", sums(20))
+    assert key(settings.check({**run, "task": other})) == keys[0]
+
+
+def test_the_code_of_a_score_is_part_of_an_evaluation(file, tmp_path):
+    own = tmp_path / "score.py"
+    contents = []
+    for value in (0, 1):
+        own.write_text(f"def score(question, expected, output):\n    return {value}\n")
+        task = tasks.get(file, score=str(own))
+        contents.append(task.content(task.test_examples()))
+    assert contents[0] != contents[1]
+    (tmp_path / "score.pyc").write_bytes(own.read_bytes())
+    with pytest.raises(NALoRAError, match="no such file"):
+        tasks.get(file, score=str(tmp_path / "score.pyc"))
+
+
+def test_texts_are_trained_on_without_turns_and_have_no_answers(tmp_path):
+    task = tasks.get(written(tmp_path / "a.jsonl", [{"text": f"text {n}"} for n in range(20)]))
+    chat = tiny.tokenizer()
+    chat.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    row = Encoder(chat, style="auto").row(task.train_examples()[0])
+    assert chat.decode(row["input_ids"], skip_special_tokens=True).startswith("text")
+    assert task.models == ("causal",)
+    with pytest.raises(NALoRAError, match="texts without questions"):
+        task.prepare_scoring()
+
+
+def test_another_task_on_the_command_line_drops_the_settings_of_the_file_s_task(file):
+    run = settings.read("laptop", [f"task={file}"])
+    assert run.task_options == {}
+    assert settings.read("laptop").task_options

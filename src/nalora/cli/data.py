@@ -27,8 +27,9 @@ def data(
     from rich.text import Text
 
     from nalora import tasks
-    from nalora.errors import NALoRAError
-    from nalora.runs.settings import key_values
+    from nalora.errors import NALoRAError, SettingsError
+    from nalora.runs.settings import key_values, without_removed
+    from nalora.runs.values import converted
     from nalora.tasks.data_files import SUFFIXES, is_data
     from nalora.tasks.own_data import OwnData
 
@@ -39,7 +40,14 @@ def data(
             expected=f"a file with one of {', '.join(SUFFIXES)}, a folder, or hub:owner/name",
             fix="check the path",
         )
-    task = tasks.get(source, **key_values(options or []))
+    values, problems = without_removed(key_values(options or [])), list[str]()
+    known = tasks.option_types(source)
+    for name, value in values.items():
+        if name in known:
+            converted(name, value, known[name], problems)
+    if problems:
+        raise SettingsError(f"nalora data {source}", problems)
+    task = tasks.get(source, **values)
     assert isinstance(task, OwnData)
     train = task.training_set()
     screen = console()

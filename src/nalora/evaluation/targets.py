@@ -55,7 +55,13 @@ def evaluate_target(
     task = _task(request.task, request.data_dir, options, place)
     settings = RunSettings(target, request.task, device=device)
     loaded = task.prepare_model(loading.load(settings.model_spec(kind_of(task, settings))))
-    questions = Questions(task, task.test_examples(), request.style or "plain", options, request.data_dir)
+    questions = Questions(
+        task,
+        task.test_examples(),
+        request.style or ("auto" if tasks.is_own_data(request.task) else "plain"),
+        options,
+        request.data_dir,
+    )
     return {"model": _evaluate(loaded, questions, place, request, report)}
 
 
@@ -80,7 +86,7 @@ def _evaluate_run(
     if output is None:
         refuse_unless_own(finished.folder, finished.folder.evaluations.name)
     settings = run.settings if device is None else replace(run.settings, device=device)
-    own = request.task is None or tasks.resolve(request.task) == tasks.resolve(settings.task)
+    own = request.task is None or tasks.identity(request.task, {}) == tasks.identity(settings.task, {})
     name = request.task or settings.task
     options = _checked_options(name, {**(run.task_options if own else {}), **(request.options or {})})
     place = (output or finished.folder.evaluations) / tasks.name_of(name)

@@ -82,7 +82,8 @@ class ChatTemplate:
         if index == len(messages) - 1:
             return len(prompt), len(full)
         # Templates may write an earlier answer differently from the last one, for example without its thoughts.
-        content = messages[index]["content"].strip()
+        written = messages[index]["content"]
+        content = written if written in full[len(prompt) :] else written.strip()
         start = full.find(content, len(prompt))
         if start < 0 or full[len(prompt) : start].strip():
             raise _refusal(

@@ -87,11 +87,12 @@ class Encoder:
     def row(self, example: Example) -> Row:
         """Return a training row: input tokens, and labels for the answers only."""
         opening = self.opening(example)
-        if self._chat and self.kind == "causal":
+        if self._chat and self.kind == "causal" and (example.prompt or example.messages):  # a text has no turns
             ids, trained = self._chat.row([*opening, {"role": "assistant", "content": example.target}])
             labels = [token if train else IGNORED_LABEL for token, train in zip(ids, trained, strict=True)]
             return {"input_ids": ids, "labels": labels}
-        prompt, target = self.prompt(opening), self.target(example.target)
+        prompt = self.prompt(opening) if example.prompt else list(self.tokenizer("").input_ids)
+        target = self.target(example.target)
         if self.kind == "seq2seq":
             return {"input_ids": prompt, "labels": target}
         return {"input_ids": prompt + target, "labels": [IGNORED_LABEL] * len(prompt) + target}

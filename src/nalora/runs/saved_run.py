@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nalora import tasks
 from nalora.errors import NALoRAError
 from nalora.files import python_files, yaml_reader
 from nalora.files.atomic import read_json
@@ -17,7 +18,7 @@ from nalora.runs.settings import Run, RunSettings, check
 from nalora.runs.trust import CODE, refuse_untrusted
 
 # Settings that may be a path. A hub id, or the name of a method or a task, is not a file there and stays unchanged.
-_PATHS = ("model", "data_dir", "like", *CODE)
+_PATHS = ("model", "data_dir", "like", "test", "score", *CODE)
 
 
 class Diverged(NALoRAError):  # noqa: N818 - the name that studies and users know it by
@@ -74,7 +75,8 @@ def _with_absolute_paths(options: Mapping[str, Any], folder: Path) -> dict[str, 
         value = settings.get(name)
         python_file = python_files.split(value)
         file = python_file[0] if python_file else value
-        if (name in CODE and not python_file) or not isinstance(file, str) or Path(file).is_absolute():
+        named = name in CODE and not python_file and not (name == "task" and _may_be_data(value))
+        if named or not isinstance(file, str) or Path(file).is_absolute():
             continue
         try:
             if (started / file).exists():
@@ -82,6 +84,11 @@ def _with_absolute_paths(options: Mapping[str, Any], folder: Path) -> dict[str, 
         except (OSError, ValueError):  # no file can have that name
             continue
     return settings
+
+
+def _may_be_data(task: Any) -> bool:
+    """Return whether a task's name is none of the known ones, so that it can be a data file or a folder."""
+    return isinstance(task, str) and task not in tasks.names() and not task.startswith("gym/")
 
 
 def refuse_unless_own(folder: RunFolder, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import typing
@@ -17,7 +18,6 @@ from nalora.methods.method import Method
 from nalora.models.loading import ModelSpec
 from nalora.runs import old_names, packaged
 from nalora.runs.values import converted, limit_problems, takes_mapping
-from nalora.tasks import data_files
 
 # A null judge is allowed: the run can be trained now, and evaluated where there is a judge.
 _JUDGE = "judge_model"
@@ -51,7 +51,7 @@ class RunSettings:
     overlong: Literal["drop", "truncate"] = "drop"
     packing: bool = False
     batches: Literal["random", "like-length"] = "random"
-    prompt_style: Literal["auto", "plain", "chat"] = "auto"
+    prompt_style: Literal["auto", "plain", "chat"] = "plain"
     train_limit: int | None = None
     validation_size: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -114,10 +114,20 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     for key in (key for key, value in changes.items() if value is Removed and key not in known):
         near = did_you_mean(key, known, "leave it out")
         raise NALoRAError(f"{shortened(key)}=", found=f"no such setting in {path}", expected="one to remove", fix=near)
+    if changes.get("task", options.get("task")) != options.get("task"):
+        options = _without_task_settings(options)
     options = without_removed({**options, **changes})
     if options.get("output") is None:
         options["output"] = str(Path("runs") / path.stem)
     return check(options, where=str(path))
+
+
+def _without_task_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file except those of its task, for a command line that names another task."""
+    of_task: set[str] = set()
+    with contextlib.suppress(NALoRAError):
+        of_task = {*tasks.option_types(str(options.get("task")))} - {*_types()}
+    return {key: value for key, value in options.items() if key not in of_task}
 
 
 class Removed:
@@ -196,8 +206,10 @@ def check(options: Mapping[Any, Any], where: str = "run") -> Run:
             prepared = method.build(**_only(values, method_types))
     if problems or prepared is None:
         raise SettingsError(where, problems)
-    if values.get("prompt_style", "auto") == "auto" and not data_files.is_data(values["task"]):
-        values["prompt_style"] = "plain"  # the published prompts of the tasks that come with nalora
+    # Tasks that come with nalora have the prompts of published evaluations; own data takes the model's chat template.
+    own_data = tasks.is_own_data(values["task"])
+    if own_data or values.get("prompt_style") == "auto":
+        values["prompt_style"] = values.get("prompt_style", "auto") if own_data else "plain"
     run_settings = RunSettings(**_only(values, run_types))
     return Run(run_settings, prepared, _only(values, task_types), deleted)
 

@@ -18,7 +18,7 @@ from nalora.files import python_files
 # Whoever decides must see the whole path of the code.
 _LONGEST = 400
 # Settings that name a method or a task, by name or by a Python file, which is then run.
-CODE = ("method", "on", "task", "score")
+CODE = ("method", "on", "task")
 
 
 def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict[str, str]:
@@ -34,6 +34,8 @@ def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict
     for name in CODE:
         if file := python_files.split(options.get(name)):
             clauses[name] = f"run the Python file {shortened(file[0], _LONGEST)} ({name})"
+    if options.get("score"):
+        clauses["score"] = f"run the Python file {shown('score')} (score)"
     if options.get("trust_remote_code"):
         model = f"run the Python code that comes with the model {shown('model')}"
         clauses["trust_remote_code"] = f"{model} (trust_remote_code)"

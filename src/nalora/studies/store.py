@@ -35,7 +35,7 @@ def key(run: Run) -> str:
         if name not in INDIFFERENT and not (name in defaults and defaults[name] == value)
     }
     content = old_names.as_in_keys(content)
-    content |= {"method": run.method.name, "task": tasks.name_of(run.settings.task), **run.deleted}
+    content |= {"method": run.method.name, "task": tasks.identity(run.settings.task, run.task_options), **run.deleted}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

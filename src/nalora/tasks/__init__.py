@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def resolve(name: str) -> tuple[str, type[Task]]:
     if python_files.split(name):
         task: type[Task] = python_files.entry("task", name, "TASKS")
         return task.name, task
-    if data_files.is_data(name):
+    if name not in _known() and not name.startswith(gym.PREFIX) and data_files.is_data(name):
         return Path(name).name, OwnData
     if name.startswith(gym.PREFIX):
         gym.refuse_unknown_family(name)
@@ -87,6 +89,21 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
 def name_of(name: str) -> str:
     """Return the name of a task in results, which for a Python file's task does not depend on the file's path."""
     return resolve(name)[0]
+
+
+def is_own_data(name: str) -> bool:
+    """Return whether the task is a data file, a folder of them or a data set of the hub."""
+    with contextlib.suppress(NALoRAError):
+        return resolve(name)[1] is OwnData
+    return False
+
+
+def identity(name: str, options: Mapping[str, Any]) -> Any:
+    """Return what distinguishes a task from others: its name in results, and for own data the content of its files."""
+    if not is_own_data(name):
+        return name_of(name)
+    sources = [name, *(options[key] for key in ("test", "score") if options.get(key))]
+    return [name_of(name), *map(data_files.digest, sources)]
 
 
 def option_types(name: str) -> dict[str, Any]:

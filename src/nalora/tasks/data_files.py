@@ -7,9 +7,11 @@ when it is needed, so that a file of many gigabytes takes eight bytes of memory 
 from __future__ import annotations
 
 import csv
+import functools
+import hashlib
 import itertools
 import json
-import os
+import re
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,11 @@ from nalora.errors import NALoRAError, did_you_mean
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HUB = "hub:"
+# The first word of a file's name that makes it part of a split.
+_SPLITS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test",
+    "valid": "validation", "validation": "validation", "dev": "validation", "eval": "validation",
+}  # fmt: skip
 # Invalid rows that an error lists; it also gives their total number.
 _LISTED = 5
 
@@ -36,7 +43,10 @@ class Rows(Protocol):
 
 def is_data(name: str) -> bool:
     """Whether a task's name means a data file, a folder with data files, or a data set of the hub."""
-    return name.startswith(HUB) or name.lower().endswith(SUFFIXES) or (os.sep in name and Path(name).is_dir())
+    if name.startswith(HUB) or name.lower().endswith(SUFFIXES):
+        return True
+    folder = Path(name).expanduser()
+    return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
 def open_rows(source: str | Path, split: str = "train") -> Rows:
@@ -53,6 +63,25 @@ def open_rows(source: str | Path, split: str = "train") -> Rows:
     return _opened(path)
 
 
+def digest(source: str) -> str:
+    """Return a digest of the content of a file or of a folder's data files; the name of a data set of the hub."""
+    path = Path(source).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = [file for file in files if file.is_file()]
+    return source if not files else _digest(*((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@functools.cache
+def _digest(*files: tuple[Path, int, int]) -> str:
+    content = hashlib.sha256()
+    for path, _, size in files:
+        content.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                content.update(block)
+    return content.hexdigest()
+
+
 def files_of(folder: Path, split: str) -> list[Path]:
     """Return a split's files: those named after it, or for training all others where none is.
 
@@ -60,8 +89,9 @@ def files_of(folder: Path, split: str) -> list[Path]:
         NALoRAError: no such file.
     """
     data = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
-    named = [file for file in data if file.stem.lower().split("-")[0].split("_")[0] == split]
-    others = [file for file in data if not file.stem.lower().startswith(("train", "test", "valid", "dev"))]
+    names = {file: _SPLITS.get(re.split(r"[-_.]", file.stem.lower())[0]) for file in data}
+    named = [file for file, name in names.items() if name == split]
+    others = [file for file, name in names.items() if name is None]
     files = named or (others if split == "train" else [])
     if not files:
         raise NALoRAError(
@@ -170,6 +200,8 @@ def _problem(line: bytes, number: int) -> str | None:
         return f"line {number}: the byte 0x{line[error.start]:02x}, which is not UTF-8"
     except json.JSONDecodeError as error:
         return f"line {number}: no JSON ({error.msg}, column {error.colno})"
+    except ValueError as error:  # an integer of thousands of digits
+        return f"line {number}: {error}"
     except RecursionError:
         return f"line {number}: JSON that is nested too deeply"
     return None if isinstance(row, dict) else f"line {number}: {type(row).__name__} instead of an object"
@@ -186,11 +218,8 @@ class _Table(_TextFile):
         super().__init__(path)
 
     def _scan(self) -> Iterator[str | None]:
-        limit = csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default
-        try:
-            yield from self._records()
-        finally:
-            csv.field_size_limit(limit)
+        csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default
+        yield from self._records()
 
     def _records(self) -> Iterator[str | None]:
         position = [self._file.tell(), 0]
@@ -213,6 +242,8 @@ class _Table(_TextFile):
                 return
             if not self.header:
                 self.header = fields
+                if repeated := {name for name in fields if fields.count(name) > 1}:
+                    yield f"line {number}: the column {min(repeated)!r} twice"
             elif fields:
                 self.starts.append(start)
                 self.lines.append(number)
@@ -220,6 +251,7 @@ class _Table(_TextFile):
                 yield None if same else f"line {number}: {len(fields)} fields instead of {len(self.header)}"
 
     def _read(self, file: Iterator[bytes]) -> Row:
+        csv.field_size_limit(2**31 - 1)
         fields = next(csv.reader((line.decode("utf-8") for line in file), delimiter=self.delimiter))
         return dict(zip(self.header, fields, strict=True))
 
@@ -241,7 +273,7 @@ def _json_list(path: Path) -> Rows:
     """One JSON list, which is read whole."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise NALoRAError(str(path), found=f"no JSON ({error})", expected="one JSON list", fix="correct it") from error
     wrong = [number for number, row in enumerate(rows) if not isinstance(row, dict)]
     if wrong or not rows:
@@ -251,7 +283,14 @@ def _json_list(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    dataset = _datasets(str(path)).Dataset.from_parquet(str(path))
+    library = _datasets(str(path))
+    try:
+        dataset = library.Dataset.from_parquet(str(path))
+    except Exception as error:  # Arrow's errors share no type with those of datasets
+        reason = str(error).partition("\n")[0]
+        raise NALoRAError(
+            str(path), found=f"no Parquet file ({reason})", expected="a Parquet file with rows", fix="write it again"
+        ) from error
     return _Loaded(dataset, lambda index: f"{path}, row {index}")
 
 

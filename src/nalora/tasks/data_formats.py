@@ -45,17 +45,20 @@ class Format:
     read: Callable[[dict[str, Any]], Conversation]
 
     def columns(self, names: set[str], chosen: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the column of every role, or None where a column that is needed is missing."""
-        by_role = {}
+        """Return the column of every role, or None where a column that is needed is missing.
+
+        Rows may lack optional columns, the first row too: an optional role gets its most common name.
+        """
+        by_role: dict[str, str] = {}
         for role, known in self.roles.items():
             needed = not role.endswith("?")
             role = role.rstrip("?")
             free = (name for name in known if name in names and name not in chosen.values())
             column = chosen.get(role) or next(free, None)
-            if column is not None:
-                by_role[role] = column
-            elif needed:
+            if column is None and needed:
                 return None
+            if column is not None or not {*chosen.values(), *by_role.values()} & {known[0]}:
+                by_role[role] = column or known[0]
         return by_role
 
 
@@ -88,7 +91,7 @@ def _message(message: Any, number: int) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"message {number} is no object")
     role = message.get("role", message.get("from"))
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise ValueError(f"message {number} has the role {role!r}, expected one of system, user, assistant, tool")
     content = message.get("content", message.get("value"))
     if isinstance(content, list):  # OpenAI's parts; only text can be trained on here
@@ -96,7 +99,7 @@ def _message(message: Any, number: int) -> Message:
         if not all(isinstance(part, str) for part in parts):
             raise ValueError(f"message {number} has parts that are no text")
         content = "".join(parts)
-    if calls := message.get("tool_calls"):
+    if (calls := message.get("tool_calls")) and isinstance(content, str | None):
         content = _texts(content or "", json.dumps(calls, ensure_ascii=False))
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no text as its content")

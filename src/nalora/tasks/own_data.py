@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nalora.errors import NALoRAError, missing_path, require, unknown_name
+from nalora.errors import NALoRAError, counted, missing_path, require, unknown_name, wrong_value
 from nalora.files import python_files
 from nalora.tasks.data_files import HUB, Rows, open_rows
 from nalora.tasks.data_formats import Conversation, Reader, reader_for
 from nalora.tasks.splits import question_key
-from nalora.tasks.task import Example, Scores, Task, alpaca
+from nalora.tasks.task import Example, ModelKind, Scores, Task, TrainingInputs, alpaca
 from nalora.tasks.text_measures import MEASURES, matching, suitable
+
+if TYPE_CHECKING:
+    from nalora.models.loading import Loaded
 
 # Without test data this share of the rows is held out as the test set, but not more rows than that.
 _TEST_SHARE = 0.1
@@ -46,7 +50,7 @@ class OwnData(Task):
 
     name = "FILE"
     title = "your own data: a .jsonl, .json, .csv, .tsv or .parquet file, a folder, or hub:owner/name"
-    models = ("causal", "seq2seq")
+    models: tuple[ModelKind, ...] = ("causal", "seq2seq")
 
     def __init__(
         self,
@@ -61,14 +65,18 @@ class OwnData(Task):
         system: str = "",
         max_new_tokens: int = 256,
     ) -> None:
+        test_share = None if test_share is None else float(test_share)
         require(test_share is None or 0 < test_share < 1, "test_share", test_share, "a number between 0 and 1")
         require(test_share is None or test is None, "test_share", test_share, "none with test", "remove one of them")
         self.name, self.max_new_tokens = Path(source).name, max_new_tokens
         self._reading: dict[str, Any] = {"format": format, "columns": columns, "system": system}
         self._train = ExampleRows.opened(source, "train", **self._reading)
         self._test = self._test_data(source, test, test_share)
+        self._score_file = score
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
         self.measures = tuple(self._measures)
+        if self.reader.format.name == "text":
+            self.models = ("causal",)
 
     @property
     def reader(self) -> Reader:
@@ -96,6 +104,33 @@ class OwnData(Task):
             )
         return kept
 
+    def key_of_training(self, example: Example) -> str:
+        """Return the key of a conversation or text, see `example_key`."""
+        return example_key(example)
+
+    def content(self, examples: Sequence[Example]) -> list[Any]:
+        """Return the content of the examples, and the code of an own measure: other scores are another evaluation."""
+        code = [Path(self._score_file).read_text(encoding="utf-8")] if self._score_file else []
+        return [*super().content(examples), *code]
+
+    def training_inputs(
+        self, loaded: Loaded, validation_size: int, limit: int | None, encode: Callable[..., TrainingInputs]
+    ) -> TrainingInputs:
+        """Encode the rows one by one, without a list of all examples, unless some are held out for validation."""
+        if validation_size:
+            return super().training_inputs(loaded, validation_size, limit, encode)
+        return encode(self.training_set())
+
+    def prepare_scoring(self) -> None:
+        """Raise a NALoRAError for texts, which have no questions to answer."""
+        if self.reader.format.name == "text":
+            raise NALoRAError(
+                self.name,
+                found="texts without questions",
+                expected="questions and answers to generate and score",
+                fix="give test data with questions (test: FILE); a study with generate: none reports the loss of texts",
+            )
+
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """Compare the output with the expected answer by every measure."""
         return {name: measure(example, outputs[0]) for name, measure in self._measures.items()}
@@ -115,7 +150,10 @@ class OwnData(Task):
 
     def _chosen(self, measure: str | list[str] | None, pattern: str | None) -> dict[str, Any]:
         names = [measure] if isinstance(measure, str) else list(measure or ())
-        known = {**MEASURES, **({"regex": matching(pattern)} if pattern is not None else {})}
+        try:
+            known = {**MEASURES, **({"regex": matching(pattern)} if pattern is not None else {})}
+        except re.error as error:
+            raise wrong_value("pattern", pattern, f"a regular expression ({error})") from error
         require("regex" not in names or pattern is not None, "pattern", None, "a regular expression for measure: regex")
         for name in names:
             if name not in known:
@@ -126,7 +164,7 @@ class OwnData(Task):
 
     @staticmethod
     def _own_measure(file: str) -> dict[str, Any]:
-        if not Path(file).is_file():
+        if not Path(file).is_file() or Path(file).suffix != ".py":
             raise missing_path("file", f"score: {file}", "a Python file with score(question, expected, output)")
         function = getattr(python_files.load(Path(file)), "score", None)
         if not callable(function):
@@ -136,7 +174,14 @@ class OwnData(Task):
                 expected="score(question, expected, output)",
                 fix="add it; it returns a number from 0 to 1",
             )
-        return {"score": lambda example, output: float(function(example.question, example.target, output))}
+
+        def scored(example: Example, output: str) -> float:
+            value = function(example.question, example.target, output)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise wrong_value(f"score: {file}", value, "a number from 0 to 1", "return one from score()")
+            return float(value)
+
+        return {"score": scored}
 
 
 class ExampleRows(Sequence[Example]):
@@ -198,9 +243,13 @@ class ExampleRows(Sequence[Example]):
             chosen[-1] = True
         sides = (array("Q", (p for p, c in zip(self.places, chosen, strict=True) if c == side)) for side in (0, 1))
         remaining, held_out = (self._only(places) for places in sides)
-        require(
-            len(remaining) > 0, self.name, f"{len(self)} rows", "rows for training and for the test set", "add rows"
-        )
+        if not remaining:
+            raise NALoRAError(
+                self.name,
+                found=f"{counted(len(self), 'row')}, all of them held out as the test set",
+                expected="rows with different questions for training and for the test set",
+                fix="add rows, or give test data with test: FILE",
+            )
         return remaining, held_out
 
     def without(self, keys: set[str]) -> tuple[ExampleRows, int]:
@@ -231,7 +280,7 @@ def example_key(example: Example) -> str:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
 
 
 def _dialogue(before: Sequence[Mapping[str, str]], question: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,14 +10,19 @@ from nalora.tasks.answers import robust, same_number
 
 Measure = Callable[[str, str], float]
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# At the ends of words only: C++ is not C#, and + is not -.
+_PUNCTUATION = ".,;:!?\"'`()[]{}"
 # "B", "(b)", "B.", "Answer: B", "the answer is B" at the beginning or the end of an answer.
 _LETTER = re.compile(r"^\s*\(?([A-Za-z])\)?(?=[\s.,:;)]|$)|(?:answer(?:\s+is)?|option)\s*:?\s*\(?([A-Za-z])\b", re.I)
 
 
 def normalised(text: str) -> str:
-    """Lower-case the text and remove punctuation, articles and repeated spaces, as SQuAD's evaluation does."""
-    return " ".join(_ARTICLES.sub(" ", text.casefold().translate(_PUNCTUATION)).split())
+    """Lower-case the text and remove articles, repeated spaces and punctuation around words, similar to SQuAD.
+
+    A text without anything else is returned as it is.
+    """
+    words = (word.strip(_PUNCTUATION) for word in _ARTICLES.sub(" ", text.casefold()).split())
+    return " ".join(filter(None, words)) or " ".join(text.split())
 
 
 def exact_match(output: str, expected: str) -> float:
