@@ -50,7 +50,7 @@ def test_it_marks_the_trained_tokens_and_counts_long_rows(command, file, tmp_pat
     code, out, _ = command(file, "--model", model, "--max-length", "17")
     assert code == 0
     # Letters are tokens here: `Q: 0 + 1 =`, a line break, `A: `, the answer and the end.
-    assert "least 16" in out
+    assert "minimum 16" in out
     assert "rows of more than 17 tokens" in out
     assert "of 16 tokens" in out
 

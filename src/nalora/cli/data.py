@@ -27,12 +27,13 @@ def data(
     from rich.text import Text
 
     from nalora import tasks
-    from nalora.errors import NALoRAError, SettingsError
+    from nalora.errors import NALoRAError, SettingsError, require
     from nalora.runs.settings import key_values, without_removed
     from nalora.runs.values import converted
     from nalora.tasks.data_files import SUFFIXES, is_data
     from nalora.tasks.own_data import OwnData
 
+    require(style in ("auto", "plain", "chat"), "--style", style, "auto, plain or chat")
     if not is_data(source):
         raise NALoRAError(
             f"nalora data {source}",
@@ -56,7 +57,7 @@ def data(
     columns = ", ".join(f"{role}: {column}" for role, column in task.reader.columns.items())
     rows.add_row("columns", escape(columns))
     rows.add_row("training rows", f"{len(train):,}")
-    rows.add_row("also in the test set", f"{task.dropped_test_questions:,}, not trained on")
+    rows.add_row("left out", f"{task.dropped_test_questions:,} whose question is in the test set")
     rows.add_row("test rows", f"{len(task.test_examples()):,}")
     rows.add_row("measure", ", ".join(task.measures))
     if model is not None:
@@ -67,9 +68,11 @@ def data(
         encoder = Encoder(load_processor(ModelSpec(model)), style=style)
         lengths = sorted(len(encoder.row(example)["input_ids"]) for example in train)
         quantiles = [lengths[int(q * (len(lengths) - 1))] for q in (0, 0.5, 0.9, 1)]
-        rows.add_row("tokens per row", "least {:,}, median {:,}, 90 % at most {:,}, most {:,}".format(*quantiles))
+        rows.add_row(
+            "tokens per row", "minimum {:,}, median {:,}, 90th percentile {:,}, maximum {:,}".format(*quantiles)
+        )
         longer = sum(length > max_length for length in lengths)
-        rows.add_row("dropped", f"{longer:,} rows of more than {max_length:,} tokens (--max-length)")
+        rows.add_row("too long", f"{longer:,} rows of more than {max_length:,} tokens (--max-length)")
     screen.print(rows)
     first = train[0]
     pieces = [(first.prompt, False), (first.target, True)]

@@ -50,6 +50,7 @@ class OwnData(Task):
 
     name = "FILE"
     title = "your own data: a .jsonl, .json, .csv, .tsv or .parquet file, a folder, or hub:owner/name"
+    measures = tuple(MEASURES)
     models: tuple[ModelKind, ...] = ("causal", "seq2seq")
 
     def __init__(
