@@ -59,7 +59,7 @@ def test_padded_batches_give_the_same_answers_as_single_prompts(loaded):
 
 
 def test_answers_equal_greedy_generation(loaded):
-    prompt = Encoder(loaded.processor).prompt(["What is"])
+    prompt = Encoder(loaded.processor).prompt([{"role": "user", "content": "What is"}])
     expected = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
     answer = written(loaded, [Example("a", "What is")])["a"]
     assert answer.outputs == [loaded.processor.decode(expected, skip_special_tokens=True)]

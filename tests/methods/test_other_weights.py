@@ -14,7 +14,7 @@ from nalora.methods import gradients
 def test_a_process_without_the_weights_is_named(monkeypatch):
     """As FSDP's cpu_ram_efficient_loading leaves every process but the first: with zeros, here on the second of two."""
     monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(processes, "any_of", lambda holds, *_: holds)
-    monkeypatch.setattr(gradients, "add_up", lambda tensor: tensor + torch.zeros_like(tensor))
+    monkeypatch.setattr(processes, "any_process", lambda holds, *_: holds)
+    monkeypatch.setattr(gradients, "sum_over_processes", lambda tensor: tensor + torch.zeros_like(tensor))
     with pytest.raises(nalora.NALoRAError, match="fsdp_cpu_ram_efficient_loading: false"):
         gradients.reduce_mean_gradients(wrapped(llama()), start_on(rows()), 1, keep_all, {})

@@ -5,12 +5,12 @@ Every format becomes a list of messages; `text` alone stays one text. Only assis
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.files.atomic import json_text
 
 Message = dict[str, str]
 Row = Mapping[str, Any]
@@ -79,7 +79,7 @@ def _chat(values: dict[str, Any]) -> Conversation:
     if system := values.get("system"):
         read = ({"role": "system", "content": str(system)}, *read)
     if tools := values.get("tools"):
-        text = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+        text = tools if isinstance(tools, str) else json_text(tools)
         first = read[0] if read[0]["role"] == "system" else {"role": "system", "content": ""}
         read = ({"role": "system", "content": _texts(first["content"], text)}, *read[read[0]["role"] == "system" :])
     if not any(message["role"] == "assistant" for message in read):
@@ -100,7 +100,7 @@ def _message(message: Any, number: int) -> Message:
             raise ValueError(f"message {number} has parts that are no text")
         content = "".join(parts)
     if (calls := message.get("tool_calls")) and isinstance(content, str | None):
-        content = _texts(content or "", json.dumps(calls, ensure_ascii=False))
+        content = _texts(content or "", json_text(calls))
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no text as its content")
     return {"role": _ROLES[role], "content": content}
