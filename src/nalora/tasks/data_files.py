@@ -6,21 +6,18 @@ when it is needed, so that a file of many gigabytes takes eight bytes of memory 
 
 from __future__ import annotations
 
-import csv
 import functools
 import hashlib
 import itertools
 import json
 import re
-import threading
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, did_you_mean, missing_package
+from nalora.tasks.text_files import JsonLines, Row, Table
 
-Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HUB = "hub:"
 # The first word of a file's name that makes it part of a split.
@@ -28,8 +25,6 @@ _SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test",
     "valid": "validation", "validation": "validation", "dev": "validation", "eval": "validation",
 }  # fmt: skip
-# Invalid rows that an error lists; it also gives their total number.
-_LISTED = 5
 
 
 class Rows(Protocol):
@@ -122,138 +117,8 @@ def _opened(path: Path) -> Rows:
     if suffix == ".json" and _starts_with(path, b"["):
         return _json_list(path)
     if suffix in (".csv", ".tsv"):
-        return _Table(path, "," if suffix == ".csv" else "\t")
-    return _JsonLines(path)
-
-
-class _TextFile:
-    """A text file whose rows are read from remembered positions."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.starts, self.lines = array("Q"), array("Q")
-        self._lock = threading.Lock()
-        self._file = path.open("rb")
-        if self._file.read(3) != b"\xef\xbb\xbf":  # a byte order mark is not part of the first row
-            self._file.seek(0)
-        problems = [problem for problem in self._scan() if problem]
-        if problems:
-            shown = "; ".join(problems[:_LISTED])
-            more = f"; … {len(problems):,} in total" if len(problems) > _LISTED else ""
-            raise NALoRAError(
-                str(path), found=shown + more, expected=self.expected, fix="correct or remove these lines"
-            )
-        if not len(self):
-            raise NALoRAError(str(path), found="no rows", expected=self.expected, fix="name another file")
-
-    expected = "rows"
-
-    def _scan(self) -> Iterator[str | None]:
-        """Remember where each row begins, and yield for each what is wrong with it."""
-        raise NotImplementedError
-
-    def _read(self, file: Iterator[bytes]) -> Row:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Row:
-        with self._lock:
-            self._file.seek(self.starts[index])
-            return self._read(iter(self._file.readline, b""))
-
-    def where(self, index: int) -> str:
-        """Return the file and line of a row."""
-        return f"{self.path}:{self.lines[index]}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A worker process opens the file again."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_file", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._file, self._lock = self.path.open("rb"), threading.Lock()
-
-
-class _JsonLines(_TextFile):
-    expected = "one JSON object per line"
-
-    def _scan(self) -> Iterator[str | None]:
-        start = self._file.tell()
-        for number, line in enumerate(self._file, 1):
-            if line.strip():
-                self.starts.append(start)
-                self.lines.append(number)
-                yield _problem(line, number)
-            start += len(line)
-
-    def _read(self, file: Iterator[bytes]) -> Row:
-        row: Row = json.loads(next(file))
-        return row
-
-
-def _problem(line: bytes, number: int) -> str | None:
-    try:
-        row = json.loads(line.rstrip())
-    except UnicodeDecodeError as error:
-        return f"line {number}: the byte 0x{line[error.start]:02x}, which is not UTF-8"
-    except json.JSONDecodeError as error:
-        return f"line {number}: no JSON ({error.msg}, column {error.colno})"
-    except ValueError as error:  # an integer of thousands of digits
-        return f"line {number}: {error}"
-    except RecursionError:
-        return f"line {number}: JSON that is nested too deeply"
-    return None if isinstance(row, dict) else f"line {number}: {type(row).__name__} instead of an object"
-
-
-class _Table(_TextFile):
-    """Comma- or tab-separated values with a header; quoted fields may contain line breaks."""
-
-    expected = "a header and rows with as many fields"
-
-    def __init__(self, path: Path, delimiter: str) -> None:
-        self.delimiter = delimiter
-        self.header: list[str] = []
-        super().__init__(path)
-
-    def _scan(self) -> Iterator[str | None]:
-        csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default
-        yield from self._records()
-
-    def _records(self) -> Iterator[str | None]:
-        position = [self._file.tell(), 0]
-
-        def lines() -> Iterator[str]:
-            for line in self._file:
-                position[0] += len(line)
-                position[1] += 1
-                yield line.decode("utf-8")
-
-        reader = csv.reader(lines(), delimiter=self.delimiter, strict=True)
-        while True:
-            start, number = position[0], position[1] + 1
-            try:
-                fields = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                yield f"line {number}: {error}"
-                return
-            if fields is None:
-                return
-            if not self.header:
-                self.header = fields
-                if repeated := {name for name in fields if fields.count(name) > 1}:
-                    yield f"line {number}: the column {min(repeated)!r} twice"
-            elif fields:
-                self.starts.append(start)
-                self.lines.append(number)
-                same = len(fields) == len(self.header)
-                yield None if same else f"line {number}: {len(fields)} fields instead of {len(self.header)}"
-
-    def _read(self, file: Iterator[bytes]) -> Row:
-        csv.field_size_limit(2**31 - 1)
-        fields = next(csv.reader((line.decode("utf-8") for line in file), delimiter=self.delimiter))
-        return dict(zip(self.header, fields, strict=True))
+        return Table(path, "," if suffix == ".csv" else "\t")
+    return JsonLines(path)
 
 
 class _Loaded:
@@ -314,12 +179,9 @@ def _datasets(where: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise NALoRAError(
-            where,
-            found="no package `datasets`",
-            expected="it, to read Parquet files and data sets of the hub",
-            fix="pip install nalora[hub], or convert the data to JSON lines",
-        ) from error
+        purpose = "to read Parquet files and data sets of the hub"
+        instead = ", or convert the data to JSON lines"
+        raise missing_package(where, "datasets", purpose, "nalora[hub]", instead) from error
     return datasets
 
 
