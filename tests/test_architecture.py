@@ -1,4 +1,4 @@
-"""Packages import in one direction, and the page that explains them names files that exist."""
+"""Packages import in one direction, modules are short and tested, and the page that explains them names real files."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ def test_an_import_inside_a_function_or_for_types_counts(architecture, tmp_path)
         "def late():\n    import nalora.studies.store\n"
     )
     assert architecture.imports(file, {"nalora.cli.demo"}) == {"nalora.cli.demo", "nalora.studies.store"}
+
+
+def test_nine_of_ten_modules_have_a_test_of_their_name_or_are_imported_by_one(architecture):
+    known = {name: file for name, file in architecture.modules().items() if file.name != "__init__.py"}
+    tests = list((ROOT / "tests").rglob("*.py"))
+    named = {file.stem.removeprefix("test_") for file in tests if file.stem.startswith("test_")}
+    imported = set().union(*(architecture.imports(file, set(known)) for file in tests))
+    untested = [name for name, file in known.items() if name not in imported and file.stem not in named]
+    assert len(untested) <= len(known) / 10, untested
+
+
+def test_no_module_is_longer_than_330_lines(architecture):
+    lines = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in architecture.modules().items()}
+    assert {name: number for name, number in lines.items() if number > 330} == {}
 
 
 def test_the_readme_repeats_the_order(architecture):
