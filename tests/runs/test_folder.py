@@ -56,6 +56,11 @@ def test_settings_that_change_the_result_may_not_change(begun, settings, change)
     assert begun.settings.read_text() == before
 
 
+def test_the_refusal_gives_both_values(begun, settings):
+    with pytest.raises(NALoRAError, match=r"rank \d+, now 4"):
+        go_on(begun, settings, rank=4)
+
+
 @pytest.mark.parametrize("other", [{"max_norm": 0.5}, {"apply_to": "update"}])
 def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other):
     settings |= {"method": "na-lora"}

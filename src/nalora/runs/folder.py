@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.distributed.processes import is_first_process
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, shortened
 from nalora.files import atomic, yaml_reader
 from nalora.runs import checkpoints, contents, marker
 from nalora.runs.provenance import environment
@@ -75,7 +75,7 @@ class RunFolder:
         if resume and not self.settings.is_file():
             return "no run", "one to resume", "leave --resume out to start it"
         if resume and (changed := self._changed(settings)):
-            found = f"a run started with other settings: {', '.join(changed)}"
+            found = f"a run started with other settings: {'; '.join(changed)}"
             return found, "the settings it was started with", "give those, or another output="
         if resume:
             return None
@@ -123,14 +123,15 @@ class RunFolder:
         atomic.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
     def _changed(self, settings: dict[str, Any]) -> list[str]:
-        """Return the settings in which this run differs from the one in the folder; missing ones had their default."""
+        """Return the settings in which this run differs from the one in the folder, with both values."""
         options = yaml_reader.read(self.settings, "a run's settings", "give another output=")
         # The folder may be somebody else's and name other code, which must not run even to be compared.
         if code := [name for name in consequences(options, self.path) if options[name] != settings.get(name)]:
             return code
         before, now = (check(values, str(self.settings)).to_dict() for values in (options, settings))
         names = {*before, *now}.difference(_INDIFFERENT_ON_RESUME)
-        return sorted(name for name in names if before.get(name) != now.get(name))
+        differing = sorted(name for name in names if before.get(name) != now.get(name))
+        return [f"{name} {_shown(before, name)}, now {_shown(now, name)}" for name in differing]
 
     def latest_checkpoint(
         self, before: float = math.inf, notify: Callable[[str], None] = lambda line: None
@@ -172,6 +173,10 @@ class RunFolder:
     def finish(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         write_json(self.result, result)
+
+
+def _shown(settings: dict[str, Any], name: str) -> str:
+    return shortened(settings[name], 40) if name in settings else "not set"
 
 
 def write_json(path: Path, value: Any) -> None:
