@@ -19,7 +19,7 @@ base = AutoModelForCausalLM.from_pretrained(name)
 model = peft.get_peft_model(base, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 # "update" scales the optimizer's steps: Adam divides a constant factor out of the gradients again.
-controller = nalora.attach(model, optimizer, nalora.NALoRAConfig(apply_to="update"))
+controller = nalora.attach(model, optimizer, apply_to="update")
 
 rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
 for row in rows:

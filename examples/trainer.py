@@ -30,7 +30,7 @@ trainer = Trainer(
     train_dataset=rows.map(encode, remove_columns=rows.column_names),
     data_collator=DataCollatorForSeq2Seq(tokenizer),
 )
-nalora.attach_trainer(trainer, nalora.NALoRAConfig(apply_to="update"))
+nalora.attach_trainer(trainer, apply_to="update")
 trainer.train()
 trainer.save_model(output)
 

@@ -21,6 +21,6 @@ trainer = SFTTrainer(
     train_dataset=datasets.Dataset.from_json(data),
     peft_config=peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
 )
-nalora.attach_trainer(trainer, nalora.NALoRAConfig(apply_to="update"))
+nalora.attach_trainer(trainer, apply_to="update")
 trainer.train()
 trainer.save_model(output)  # an ordinary LoRA adapter

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import pytest
 
 from nalora import NALoRAConfig, NALoRAError, ProjectionScale
+from nalora.config import Settings, config_of
 
 
 def test_defaults_are_the_papers_table():
@@ -110,3 +112,38 @@ def test_from_paper_names_the_argument_that_was_typed(wrong):
         NALoRAConfig.from_paper(alpha_gate=0.3, **wrong)
     assert refusal.value.where == f"NALoRAConfig.from_paper({', '.join(f'{name}=…' for name in wrong)})"
     assert refusal.value.found == ", ".join(map(repr, wrong.values()))
+
+
+# ---- settings as keyword arguments -----------------------------------------------------------------------------------
+
+
+def test_keywords_are_typed_as_the_fields():
+    assert typing.get_type_hints(Settings) == typing.get_type_hints(NALoRAConfig)
+
+
+def test_keywords_are_fields_of_the_configuration():
+    assert config_of("attach", None, {}) is None
+    config = NALoRAConfig(apply_to="update")
+    assert config_of("attach", config, {}) is config
+    settings = {"apply_to": "update", "gate": ProjectionScale(0.1, 0.9, 1.1), "thresholds": (-1.0, 1.0)}
+    assert config_of("attach", None, settings) == NALoRAConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"aply_to": "update"}, r"attach\(aply_to=…\): found no such argument.*did you mean apply_to\?"),
+        ({"kernel": "off"}, "did you mean kernels"),
+        ({"t": 1.0}, "from_paper"),
+        ({"apply_to": "updates"}, "apply_to: found 'updates'; expected one of 'gradient', 'update'"),
+        ({"mask": "no"}, "mask: found 'no'; expected True or False"),
+    ],
+)
+def test_wrong_keywords_are_refused_with_a_suggestion(settings, message):
+    with pytest.raises(NALoRAError, match=message):
+        config_of("attach", None, settings)
+
+
+def test_a_configuration_and_keywords_are_refused_together():
+    with pytest.raises(NALoRAError, match=r"found a configuration as well.*replace\(config, mask=…\)"):
+        config_of("attach", NALoRAConfig(), {"mask": False})

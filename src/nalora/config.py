@@ -8,14 +8,16 @@ import numbers
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from nalora.errors import NALoRAError, require
+from nalora.errors import NALoRAError, require, unknown_name
 
 Kernels = Literal["auto", "off", "fused"]
 Importance = Literal["derivative", "utility"]
 Regimes = Literal["paper", "derived"]
 Space = Literal["gradient", "update"]
+MaskChannels = Literal["learned", "shuffled", "frozen"]
+Start = Literal["ones", "first"]
 
 PROJECTIONS = ("gate", "up", "down")
 # The arguments of the paper's code and the corresponding settings; t is the symmetric threshold τ_z.
@@ -101,13 +103,13 @@ class NALoRAConfig:
     mask: bool = True
     scaling: bool = True
     importance: Importance = "derivative"
-    mask_channels: Literal["learned", "shuffled", "frozen"] = "learned"
+    mask_channels: MaskChannels = "learned"
     mask_seed: int = 0
     preserve_mean: bool = False
     regimes: Regimes = "paper"
     thresholds: tuple[float, float] | None = None
     apply_to: Space = "gradient"
-    start: Literal["ones", "first"] = "ones"
+    start: Start = "ones"
 
     def __post_init__(self) -> None:
         for field in ("keep_ratio", "sharpness", "mask_ema", "positive_penalty", "scale_ema"):
@@ -121,9 +123,11 @@ class NALoRAConfig:
         _require("scale_ema", self.scale_ema, 0 <= self.scale_ema < 1, "a number in [0, 1)")
         _require("positive_penalty", self.positive_penalty, 0 <= self.positive_penalty < math.inf, "a number ≥ 0")
         for field, hint in typing.get_type_hints(type(self)).items():
+            choices, value = typing.get_args(hint), getattr(self, field)
             if typing.get_origin(hint) is Literal:
-                choices, value = typing.get_args(hint), getattr(self, field)
                 _require(field, value, value in choices, "one of " + ", ".join(map(repr, choices)))
+            elif hint is bool:
+                _require(field, value, isinstance(value, bool), "True or False")
         if self.thresholds is not None:
             pair = isinstance(self.thresholds, tuple | list) and len(self.thresholds) == 2
             _require("thresholds", self.thresholds, pair and all(map(_is_number, self.thresholds)), "(low, high)")
@@ -204,6 +208,58 @@ class NALoRAConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON."""
         return dataclasses.asdict(self)
+
+
+class Settings(TypedDict, total=False):
+    """The fields of NALoRAConfig as keyword arguments, for type checkers: they cannot be derived from the dataclass."""
+
+    keep_ratio: float
+    sharpness: float
+    mask_ema: float
+    positive_penalty: float
+    scale_ema: float
+    gate: ProjectionScale
+    up: ProjectionScale
+    down: ProjectionScale
+    mask: bool
+    scaling: bool
+    importance: Importance
+    mask_channels: MaskChannels
+    mask_seed: int
+    preserve_mean: bool
+    regimes: Regimes
+    thresholds: tuple[float, float] | None
+    apply_to: Space
+    start: Start
+
+
+def config_of(call: str, config: NALoRAConfig | None, settings: Mapping[str, Any]) -> NALoRAConfig | None:
+    """Return the configuration of a call that takes either a configuration or its fields as keyword arguments.
+
+    Args:
+        call: the name of the function, for errors.
+        config: its configuration argument.
+        settings: its other keyword arguments.
+
+    Raises:
+        NALoRAError: both, an unknown name, or a value out of range.
+    """
+    known = [field.name for field in dataclasses.fields(NALoRAConfig)]
+    for name in settings:
+        where = f"{call}({name}=…)"
+        if name not in known:
+            otherwise = "leave it out; NALoRAConfig.from_paper takes the names of the paper's code"
+            raise unknown_name(where, "no such argument", name, ["config", "kernels", *known], otherwise)
+        if config is not None:
+            fix = f"dataclasses.replace(config, {name}=…), or only keywords"
+            raise NALoRAError(where, found="a configuration as well", expected="one of the two", fix=fix)
+    return NALoRAConfig(**settings) if settings else config
+
+
+def types_in_files() -> dict[str, Any]:
+    """Return the type of every setting in a YAML file, also under the argument names of the paper's code."""
+    in_files = dict.fromkeys(PROJECTIONS, dict[str, float]) | {"thresholds": list[float] | None}
+    return typing.get_type_hints(NALoRAConfig) | in_files | dict.fromkeys(PAPER_ARGUMENTS, float)
 
 
 def _changed_scale(scale: ProjectionScale, typed: Mapping[str, Any]) -> ProjectionScale:

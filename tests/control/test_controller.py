@@ -306,3 +306,12 @@ def test_settle_moves_the_statistics_to_where_the_adapters_are_now():
         assert torch.equal(one.updates, found.updates)
     for key, value in tiny.adapter_state(other).items():
         assert torch.equal(tiny.adapter_state(model)[key], value)
+
+
+def test_settings_as_keywords_are_the_configuration():
+    model = tiny.llama()
+    optimizer = AdamW(tiny.trainable(model))
+    with pytest.raises(nalora.NALoRAError, match="did you mean apply_to"):
+        nalora.attach(model, optimizer, aply_to="update")
+    controller = nalora.attach(model, optimizer, apply_to="update", keep_ratio=0.5, kernels="off")
+    assert controller.config == NALoRAConfig(apply_to="update", keep_ratio=0.5)

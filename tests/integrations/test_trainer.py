@@ -144,6 +144,14 @@ def test_trainer_is_the_plain_loop(tmp_path, apply_to, max_grad_norm):
     assert tiny.largest_difference(vanilla, ours[0]) > 1e-3
 
 
+def test_settings_as_keywords_are_the_configuration(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(NALoRAError, match=r"attach_trainer\(keepratio=….*did you mean keep_ratio"):
+        nalora.attach_trainer(trainer, keepratio=0.5)
+    controller = nalora.attach_trainer(trainer, apply_to="update", keep_ratio=0.5)
+    assert controller.config == NALoRAConfig(apply_to="update", keep_ratio=0.5)
+
+
 def test_the_control_comes_before_clipping_not_after(tmp_path):
     ours = train(make_trainer(tmp_path))
     assert difference(ours, plain_loop("gradient", clip_first=True)) > 1e-4

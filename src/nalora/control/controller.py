@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
-from nalora.config import Kernels, NALoRAConfig
+from nalora.config import Kernels, NALoRAConfig, Settings, config_of
 from nalora.control import checkpoint, checks, deepspeed
 from nalora.control.apply import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.control.blocks import Discovery, find_blocks
@@ -33,7 +34,12 @@ _ADAM_NOTICE = (
 
 
 def attach(
-    model: nn.Module, optimizer: Optimizer, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto"
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: NALoRAConfig | None = None,
+    *,
+    kernels: Kernels = "auto",
+    **settings: Unpack[Settings],
 ) -> NALoRAController:
     """Train the LoRA adapters of `model` with NA-LoRA from now on.
 
@@ -47,11 +53,12 @@ def attach(
         kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` uses the reference implementation; both leave
             the model's arithmetic unchanged. ``"fused"`` also computes FFNs and LoRA layers as single functions on a
             GPU.
+        **settings: fields of `NALoRAConfig`, such as ``apply_to="update"``, in place of `config`.
 
     Raises:
         NALoRAError: a model without anything to control, or a setup in which the control would be wrong.
     """
-    controller = NALoRAController(model, config, kernels=kernels)
+    controller = NALoRAController(model, config_of("attach", config, settings), kernels=kernels)
     try:
         deepspeed.check_engine(model, optimizer)
         controller.bind(optimizer)

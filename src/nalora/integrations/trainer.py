@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
+from typing_extensions import Unpack
 
-from nalora.config import Kernels, NALoRAConfig
+from nalora.config import Kernels, NALoRAConfig, Settings, config_of
 from nalora.control.controller import NALoRAController
 from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import flattens_parameters
@@ -24,7 +25,11 @@ METRIC_PREFIX = "nalora/"
 
 
 def attach_trainer(
-    trainer: Trainer, config: NALoRAConfig | None = None, *, kernels: Kernels = "auto"
+    trainer: Trainer,
+    config: NALoRAConfig | None = None,
+    *,
+    kernels: Kernels = "auto",
+    **settings: Unpack[Settings],
 ) -> NALoRAController:
     """Train the LoRA adapters of a Trainer's model with NA-LoRA.
 
@@ -40,12 +45,13 @@ def attach_trainer(
         trainer: a `transformers.Trainer` or any subclass, with a PEFT model.
         config: the settings; by default the paper's.
         kernels: how statistics are computed, see `nalora.attach`.
+        **settings: fields of `NALoRAConfig`, such as ``apply_to="update"``, in place of `config`.
 
     Raises:
         NALoRAError: no Trainer, a model without anything to control, or a setup in which the control would be wrong.
     """
     _check_trainer(trainer)
-    controller = NALoRAController(trainer.model, config, kernels=kernels)
+    controller = NALoRAController(trainer.model, config_of("attach_trainer", config, settings), kernels=kernels)
     try:
         _Binding(trainer, controller).install()
     except NALoRAError:

@@ -8,7 +8,6 @@ little unless it is also better than theirs.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from nalora.config import PAPER_ARGUMENTS, PROJECTIONS, Kernels, NALoRAConfig
+from nalora.config import PAPER_ARGUMENTS, Kernels, NALoRAConfig, types_in_files
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Method, Start
@@ -52,9 +51,7 @@ class NALoRA(Method):
     @classmethod
     def options(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the types of NA-LoRA's settings and of the host method's."""
-        fields = typing.get_type_hints(NALoRAConfig)
-        in_files = dict.fromkeys(PROJECTIONS, dict[str, float]) | {"thresholds": list[float] | None}
-        own = {"on": str, "kernels": Kernels} | fields | in_files | dict.fromkeys(PAPER_ARGUMENTS, float)
+        own = {"on": str, "kernels": Kernels} | types_in_files()
         return own | _host_class(cls.name, str(settings.get("on", cls.on))).options(settings)
 
     @classmethod
