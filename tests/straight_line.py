@@ -30,6 +30,28 @@ def forward(model, ids: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return model.base_model.model.lm_head(llama.norm(hidden)), zs, us
 
 
+def factors_of(linear, scale: float, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The parameters of an adapter and the factors of their entries: the step scale, and for B also the channels' mask.
+
+    GraLoRA's B is a list of blocks, each with the columns of its own channels; its hybrid part is a LoRA.
+    """
+    whole = torch.tensor(scale, dtype=torch.float64)
+    if hasattr(linear, "lora_A"):
+        return [(linear.lora_A["default"].weight, whole), (linear.lora_B["default"].weight, scale * mask[:, None])]
+    stacked = linear.gralora_B["default"]
+    factors = torch.empty(stacked.shape, dtype=torch.float64)
+    channel = 0
+    for block in range(stacked.shape[0]):
+        for column in range(stacked.shape[2]):
+            factors[block, :, column] = scale * mask[channel]
+            channel += 1
+    result = [(linear.gralora_A["default"], whole), (stacked, factors)]
+    if linear.hybrid_r["default"]:
+        result.append((linear.gralora_A_general["default"].weight, whole))
+        result.append((linear.gralora_B_general["default"].weight, scale * mask[:, None]))
+    return result
+
+
 def train(model, optimizer, batches: list[Tensor], config, max_norm: float | None = 1.0) -> list[float]:
     """Train as the paper's algorithm says; `config` is read like a dictionary of its hyperparameters."""
     layers = model.base_model.model.model.layers
@@ -68,8 +90,7 @@ def train(model, optimizer, batches: list[Tensor], config, max_norm: float | Non
                 linear = getattr(layer.mlp, f"{name}_proj")
                 scale = scales[i][name] if config["scaling"] else 1.0
                 rows = mask[:, None] if name == "gate" and config["mask"] else torch.ones(1, 1, dtype=torch.float64)
-                todo.append((linear.lora_A["default"].weight, torch.tensor(scale, dtype=torch.float64)))
-                todo.append((linear.lora_B["default"].weight, scale * rows))
+                todo += factors_of(linear, scale, rows.expand(linear.out_features, 1)[:, 0])
         parameters = [p for p in model.parameters() if p.requires_grad]
         if config["apply_to"] == "gradient":
             for parameter, factor in todo:

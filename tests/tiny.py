@@ -39,9 +39,12 @@ def llama(
     return with_lora(model.to(dtype), target_modules, lora_b, **lora)
 
 
-def with_lora(model: nn.Module, target_modules="all-linear", lora_b: float = 0.05, **lora) -> peft.PeftModel:
+def with_lora(
+    model: nn.Module, target_modules="all-linear", lora_b: float = 0.05, config=None, **lora
+) -> peft.PeftModel:
+    """The model with LoRA, or with the adapter of another configuration, GraLoRA's for example."""
     settings = dict(r=4, lora_alpha=8, target_modules=target_modules) | lora
-    model = peft.get_peft_model(model, peft.LoraConfig(**settings), autocast_adapter_dtype=False)
+    model = peft.get_peft_model(model, config or peft.LoraConfig(**settings), autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         if "lora_B" in name and lora_b:

@@ -9,7 +9,8 @@ import torch
 
 from nalora import NALoRAConfig
 from nalora.control.blocks import find_blocks
-from nalora.control.parameters import active_adapters, controlled, controlled_parameters
+from nalora.control.parameters import controlled, controlled_parameters
+from nalora.control.peft_layers import active_adapters
 from nalora.control.plan import make_plan
 from nalora.control.window import StepWindow
 

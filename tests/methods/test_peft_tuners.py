@@ -106,9 +106,14 @@ def test_dropout_that_a_tuner_does_not_have_is_refused():
         methods.get("peft/ia3")().prepare(llama(), Adapter(rank=4, dropout=0.1), Start())
 
 
-def test_na_lora_is_refused_on_a_tuner_without_lora_b():
-    with pytest.raises(nalora.NALoRAError, match="no lora_B"):
-        check({"model": "m", "task": "gsm8k", "method": "na-lora", "on": "peft/gralora"})
+def test_na_lora_is_refused_on_every_tuner_but_lora_and_gralora():
+    for tuner in tuners():
+        run = {"model": "m", "task": "gsm8k", "method": "na-lora", "on": f"peft/{tuner}"}
+        if tuner in ("lora", "gralora"):
+            assert check(run).method.settings()["on"] == f"peft/{tuner}"
+        else:
+            with pytest.raises(nalora.NALoRAError, match=f"PEFT's {tuner} has no parameters for.*peft/gralora"):
+                check(run)
 
 
 def test_a_configuration_that_peft_writes_and_does_not_read_again_is_refused():

@@ -40,7 +40,8 @@ CONTROLS = [{"method": name} for name in methods.names() if name.startswith("na-
     {"method": "lora-scaled", "gate_scale": 0.5}
 ]
 HOSTS = ({}, {"on": "rslora"}, {"on": "dora"}, {"on": "lora+"}, {"on": "pissa", "iterations": 4},
-         {"on": "lora-ga", "gradient_batches": 2}, {"on": "gora", "gradient_batches": 2})  # fmt: skip
+         {"on": "lora-ga", "gradient_batches": 2}, {"on": "gora", "gradient_batches": 2},
+         {"on": "peft/gralora", "gralora_k": 2})  # fmt: skip
 
 
 def called(options):

@@ -21,14 +21,16 @@ from torch import nn
 
 from nalora import activations
 from nalora.activations import Activation
+from nalora.control.peft_layers import LAYERS, all_adapters
 from nalora.control.replica import OUTPUT, Replica, feature_sizes
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
-from nalora.models.peft_names import in_base
+from nalora.models.peft_names import CONTROLLED, in_base
 from nalora.models.target_modules import rewritten_names, shortest_suffixes
 
 # PEFT's LoRA variants with plain factors A and B; DoRA only adds a magnitude.
 _ALLOWED_VARIANTS = ("Dora",)
+_CONTROLLED = "LoRA, rsLoRA, DoRA, PiSSA or GraLoRA, whose B has parameters for each channel"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Projection:
 
     @property
     def adapted(self) -> bool:
-        """Whether the layer has a LoRA adapter."""
-        return isinstance(self.module, LoraLayer)
+        """Whether the layer has an adapter that can be controlled."""
+        return isinstance(self.module, LAYERS)
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,8 @@ class FFNBlock:
     @property
     def statistics_kind(self) -> tuple[torch.device, torch.dtype]:
         """The device and dtype of this block's statistics: those of its adapters, at least float32."""
-        layers = [p.module for p in self.projections.values() if isinstance(p.module, LoraLayer)]
-        adapter = next(iter(layers[0].lora_B.values())).weight
-        return adapter.device, torch.promote_types(adapter.dtype, torch.float32)
+        b = next(adapter.b for p in self.projections.values() for adapter in all_adapters(p.module))
+        return b.device, torch.promote_types(b.dtype, torch.float32)
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -120,7 +121,7 @@ def find_blocks(model: nn.Module) -> Discovery:
         NALoRAError: the model has no LoRA layers, or an adapter of a kind without plain A and B.
     """
     names = {module: name for name, module in model.named_modules()}
-    adapters = [module for module in names if isinstance(module, LoraLayer)]
+    adapters = [module for module in names if isinstance(module, LAYERS)]
     if not adapters:
         raise _no_lora_layers(model)
     for layer in adapters:
@@ -233,13 +234,19 @@ def _reader_nearby(
     return None
 
 
-def _check_variant(name: str, layer: LoraLayer) -> None:
-    kind = type(layer).__module__.split(".")[2]
-    if kind != "lora":
+def _check_variant(name: str, layer: nn.Module) -> None:
+    kind = _tuner(layer)
+    if isinstance(layer, LoraLayer) and kind != "lora":
         raise _unsupported(name, f"an adapter of PEFT's {kind!r} method ({type(layer).__name__})")
-    for adapter, variant in layer.lora_variant.items():
+    for adapter, variant in getattr(layer, "lora_variant", {}).items():
         if not type(variant).__name__.startswith(_ALLOWED_VARIANTS):
             raise _unsupported(name, f"the LoRA variant {type(variant).__name__} in adapter {adapter!r}")
+
+
+def _tuner(module: nn.Module) -> str:
+    """Return PEFT's name of the tuner that a module belongs to, empty for other modules."""
+    package, *names = type(module).__module__.split(".")
+    return names[1] if package == "peft" and names[0] == "tuners" and len(names) > 2 else ""
 
 
 def _expert_parameter(model: nn.Module) -> str | None:
@@ -264,20 +271,23 @@ def _unsupported(name: str, found: str) -> NALoRAError:
     return NALoRAError(
         name,
         found=found,
-        expected="LoRA, rsLoRA, DoRA or PiSSA, which have plain factors A and B",
+        expected=_CONTROLLED,
         fix="build the adapter with peft.LoraConfig and without that variant",
     )
 
 
 def _no_lora_layers(model: nn.Module) -> NALoRAError:
-    tuners = {
-        type(m).__module__.split(".")[2] for m in model.modules() if type(m).__module__.startswith("peft.tuners.")
-    }
+    if tuners := sorted({_tuner(module) for module in model.modules()} - {"", *CONTROLLED}):
+        return NALoRAError(
+            type(model).__name__,
+            found=f"adapters of PEFT's {' and '.join(tuners)}, which has no parameters for single channels of the gate",
+            expected=_CONTROLLED,
+            fix='wrap the model with peft.LoraConfig(target_modules="all-linear"), or train it without NA-LoRA',
+        )
     linear = sum(isinstance(m, nn.Linear) for m in model.modules())
-    seen = f"{type(model).__name__} with {linear} linear layers" + (f", PEFT tuners {sorted(tuners)}" if tuners else "")
     return NALoRAError(
         type(model).__name__,
-        found=f"no LoRA layers ({seen})",
+        found=f"no LoRA layers ({type(model).__name__} with {linear} linear layers)",
         expected="a model wrapped by peft with a LoraConfig that targets FFN projections",
         fix='model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))',
     )

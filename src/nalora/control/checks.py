@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -189,7 +188,7 @@ def check_layers(model: nn.Module, plan: Plan) -> None:
     """Refuse layers that were merged, unloaded or replaced, which explains why nothing was observed."""
     modules = set(model.modules())
     for projection in plan.projections:
-        merged = isinstance(projection.module, LoraLayer) and projection.module.merged
+        merged = projection.adapted and bool(projection.module.merged)
         if merged or projection.module not in modules:
             raise NALoRAError(
                 projection.name,

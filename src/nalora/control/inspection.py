@@ -21,6 +21,7 @@ from nalora.errors import NALoRAError
 from nalora.models.compatibility import check_generates_text
 from nalora.models.gguf_cache import gguf_config
 from nalora.models.loading import gguf_file
+from nalora.models.peft_names import CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 _ADAPTER_FILE = "adapter_config.json"
@@ -108,9 +109,12 @@ def _saved_adapter(model: str) -> Any:
     except Exception as error:
         found, expected = first_sentence(error), "the config of a PEFT adapter"
         raise NALoRAError(str(file), found=found, expected=expected, fix="save the adapter again") from error
-    if not isinstance(lora, peft.LoraConfig):
+    if str(lora.peft_type.value).lower() not in CONTROLLED:
         raise NALoRAError(
-            str(file), found=f"a {type(lora).__name__}", expected="a LoraConfig", fix="inspect a LoRA adapter"
+            str(file),
+            found=f"a {type(lora).__name__}",
+            expected="the adapter of a tuner that NA-LoRA controls: LoraConfig or GraloraConfig",
+            fix="inspect such an adapter, or the base model",
         )
     if not lora.base_model_name_or_path:
         raise NALoRAError(
@@ -120,7 +124,9 @@ def _saved_adapter(model: str) -> Any:
             fix="fill it in, or inspect the base model",
         )
     # The initialisation of A and B does not change the plan, and PiSSA and LoftQ need the weights.
-    lora.init_lora_weights, lora.inference_mode = True, False
+    lora.inference_mode = False
+    if isinstance(lora, peft.LoraConfig):
+        lora.init_lora_weights = True
     return lora
 
 

@@ -6,51 +6,44 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from nalora.control.apply import BlockFactors, Control
 from nalora.control.decision import BlockGroup, Decision
+from nalora.control.peft_layers import Adapter, active_adapters, all_adapters
 from nalora.control.plan import BlockPlan, Plan
 from nalora.distributed.shards import is_sharded, local, own_rows
 
 
-class Adapter(NamedTuple):
-    """An adapter of a layer, with PEFT's name for it."""
-
-    name: str
-    a: nn.Parameter
-    b: nn.Parameter
-
-
-def active_adapters(layer: nn.Module) -> Iterator[Adapter]:
-    """Yield the active adapters of a layer with the parameters that its modules hold now."""
-    if isinstance(layer, LoraLayer):
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
-                yield Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight)
-
-
 class Role(NamedTuple):
-    """The factor of a parameter: a field of `BlockFactors`, or for ``"both"`` those of gate and up in their rows."""
+    """The factor of a parameter: a field of `BlockFactors`, or for ``"both"`` those of gate and up in their rows.
+
+    ``"columns"`` is the role of GraLoRA's A in a layer with the rows of gate and up: some of its columns reach one of
+    them alone. `channels` is the number of the layer's outputs, `blocks` that of `Adapter`.
+    """
 
     factor: str
     gate_rows: slice = slice(None)
     up_rows: slice | None = None
+    channels: int = 0
+    blocks: int = 0
 
 
 def controlled(plan: BlockPlan) -> Iterator[tuple[nn.Parameter, Role]]:
     """Yield the parameters that the block's controls act on, with their roles."""
     gate, up, down = plan.block.gate, plan.block.up, plan.block.down
-    for _, a, b in active_adapters(gate.module):
+    for adapter in active_adapters(gate.module):
+        layout = adapter.channels, adapter.blocks
         fused = plan.block.fused and up is not None
+        up_rows = up.rows if plan.scaling and up else None
         if plan.scaling:
-            yield a, Role("shared" if fused else "gate")
-        yield b, Role("both", gate.rows, up.rows if plan.scaling and up else None) if fused else Role("rows")
+            shared = Role("columns", gate.rows, up_rows, *layout) if adapter.blocks else Role("shared")
+            yield adapter.a, shared if fused else Role("gate")
+        yield adapter.b, Role("both" if fused else "rows", gate.rows, up_rows if fused else None, *layout)
     for factor, projection in (("up", up), ("down", down)) if plan.scaling else ():
         if projection is not None and projection.module is not gate.module:
-            for _, a, b in active_adapters(projection.module):
-                yield from ((a, Role(factor)), (b, Role(factor)))
+            for adapter in active_adapters(projection.module):
+                yield from ((adapter.a, Role(factor)), (adapter.b, Role(factor)))
 
 
 def controlled_parameters(plan: Plan) -> list[nn.Parameter]:
@@ -72,17 +65,23 @@ class _Batch(NamedTuple):
     def control(self, factors: BlockFactors) -> Control:
         if self.blocks is not None:
             factors = BlockFactors(*(factor[self.blocks] for factor in factors))
-        number, dimensions = len(self.parameters), self.parameters[0].dim()
-        if self.role.factor == "both":
-            values = factors.gate.new_ones(number, self.parameters[0].shape[0])  # the rows of all processes
-            values[:, self.role.gate_rows] = factors.rows
-            if self.role.up_rows is not None:
-                values[:, self.role.up_rows] = factors.up[:, None]
+        role, parameter = self.role, self.parameters[0]
+        if role.factor in ("both", "columns"):
+            values = factors.gate.new_ones(len(self.parameters), role.channels)  # the rows of all processes
+            values[:, role.gate_rows] = factors.rows if role.factor == "both" else factors.gate[:, None]
+            if role.up_rows is not None:
+                values[:, role.up_rows] = factors.up[:, None]
         else:
-            values = getattr(factors, self.role.factor)
+            values = getattr(factors, role.factor)
+        if role.blocks:
+            values = values.reshape(len(values), role.blocks, 1, -1)
+        if role.factor == "columns":
+            # The mean over the channels that a column reaches, as for an A of LoRA, whose rows reach all of them.
+            columns = values.mean(-1).repeat_interleave(parameter.shape[2] // role.blocks, dim=1)
+            values = columns.mT[:, None].expand(-1, role.blocks, -1, -1)
         if values.dim() > 1:
             values = values[:, self.rows]
-        return Control(self.parameters, values.view(*values.shape, *(1,) * (1 + dimensions - values.dim())))
+        return Control(self.parameters, values[(..., *(None,) * (1 + parameter.dim() - values.dim()))])
 
 
 class ControlledParameters:
@@ -115,11 +114,13 @@ class ControlledParameters:
         """Return a number that increases whenever the layer's adapters are written to."""
         return sum(b._version for b in self.trained(layer))
 
-    def were_replaced(self, layer: LoraLayer) -> bool:
+    def were_replaced(self, layer: nn.Module) -> bool:
         """Return whether the layer computes with other parameters than at the last refresh."""
+        adapters = list(all_adapters(layer))
+        names, held = {adapter.name for adapter in adapters}, {id(adapter.b) for adapter in adapters}
         return any(
-            name in layer.lora_B and layer.lora_B[name].weight is not b and not is_sharded(b)
-            for name, _, b in self._known.get(layer, [])
+            known.name in names and id(known.b) not in held and not is_sharded(known.b)
+            for known in self._known.get(layer, [])
         )
 
     def controls(self, decisions: list[Decision], preserve_mean: bool) -> list[Control]:
@@ -151,4 +152,4 @@ class ControlledParameters:
 
 
 def _identities(adapters: dict[nn.Module, list[Adapter]]) -> dict[nn.Module, list[tuple[int, int]]]:
-    return {layer: [(id(a), id(b)) for _, a, b in active] for layer, active in adapters.items()}
+    return {layer: [(id(adapter.a), id(adapter.b)) for adapter in active] for layer, active in adapters.items()}

@@ -10,9 +10,11 @@ from types import MethodType
 from typing import Final
 
 import torch
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from nalora.control.peft_layers import LAYERS
 
 _TOKENS: Final = 4
 _SIGN_CODES: Final = 4
@@ -50,7 +52,7 @@ def feature_sizes(module: nn.Module) -> tuple[int, int] | None:
         base = module.base_layer
         is_weight = isinstance(base, nn.Linear) and module.parameter_name == "weight"
         return (module.in_features, module.out_features) if is_weight else None
-    if isinstance(module, LoraLayer) and feature_sizes(module.get_base_layer()) is None:
+    if isinstance(module, LAYERS) and feature_sizes(module.get_base_layer()) is None:
         return None
     inner, outer = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if isinstance(inner, int) and isinstance(outer, int):

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -113,7 +112,7 @@ class GateWindow:
 
     def __init__(self, block: FFNBlock, sums: Sums, step: StepWindow) -> None:
         self.block, self.sums, self._step = block, sums, step
-        self._layers = [p.module for p in block.projections.values() if isinstance(p.module, LoraLayer)]
+        self._layers = [p.module for p in block.projections.values() if p.adapted]
         self.foreign_steps = 0
         self.open()
 

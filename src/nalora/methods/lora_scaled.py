@@ -103,16 +103,16 @@ def multiples_of(model: nn.Module, factors: LoRAScaled) -> dict[nn.Parameter, fl
     If gate and up are one layer, its A and B get the mean of both, since a parameter has one learning rate.
     """
     from nalora.control.blocks import find_blocks
-    from nalora.control.parameters import active_adapters
+    from nalora.control.peft_layers import active_adapters
 
     multiples: dict[nn.Parameter, float] = {}
     for block in find_blocks(model).blocks:
         scales: dict[nn.Parameter, list[float]] = {}
         for name, projection in block.projections.items():
             scale = getattr(factors, f"{name}_scale")
-            for _, a, b in active_adapters(projection.module):
-                scales.setdefault(a, []).append(scale)
-                scales.setdefault(b, []).append(scale * (factors.mask_mean if name == "gate" else 1.0))
+            for adapter in active_adapters(projection.module):
+                scales.setdefault(adapter.a, []).append(scale)
+                scales.setdefault(adapter.b, []).append(scale * (factors.mask_mean if name == "gate" else 1.0))
         multiples |= {parameter: sum(values) / len(values) for parameter, values in scales.items()}
     return multiples
 

@@ -20,6 +20,8 @@ from nalora.config import PAPER_ARGUMENTS, Kernels, NALoRAConfig, types_in_files
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Method, Start
+from nalora.methods.peft_tuners import PREFIX
+from nalora.models.peft_names import CONTROLLED
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def _host_class(name: str, on: str) -> type[Method]:
     host = methods.get(on)
     if host.not_under_na_lora:
         possible = [method for method in methods.names() if methods.get(method).not_under_na_lora is None]
+        possible += [f"{PREFIX}{tuner}" for tuner in CONTROLLED]
         raise NALoRAError(
             f"method {name!r} on {on!r}",
             found=host.not_under_na_lora,

@@ -13,7 +13,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
-from nalora.models.peft_names import ADAPTER
+from nalora.models.peft_names import ADAPTER, CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 PREFIX = "peft/"
@@ -127,7 +127,9 @@ def method_of(name: str) -> type[Method]:
             "reference": f"peft.{config.__name__}",
             "tuner": tuner,
             "config_class": config,
-            "not_under_na_lora": None if tuner == "lora" else "its adapter has no lora_B whose rows are the gate's",
+            "not_under_na_lora": None
+            if tuner in CONTROLLED
+            else f"PEFT's {tuner} has no parameters for one channel each",
         },
     )
     return method

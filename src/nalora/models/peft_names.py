@@ -1,9 +1,11 @@
-"""Names that PEFT gives to its adapter and to the modules of a model that it wraps."""
+"""Names that PEFT gives to its tuners, to its adapter and to the modules of a model that it wraps."""
 
 from __future__ import annotations
 
 # PEFT's default name of an adapter, which every method here trains.
 ADAPTER = "default"
+# The tuners that NA-LoRA controls: each channel of a layer has parameters of its own in B.
+CONTROLLED = ("lora", "gralora")
 _WRAPPERS = "base_model.model."
 
 

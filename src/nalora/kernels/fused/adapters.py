@@ -55,7 +55,7 @@ def adapters_of(layers: tuple[nn.Module, ...]) -> Adapters | None:
 
 def frozen_weight(layer: nn.Module) -> Weight | None:
     """Return the function that reads the weight below a LoRA layer; None if it is trainable or of an unknown type."""
-    base = getattr(layer, "base_layer", None)
+    base = layer.base_layer if isinstance(layer, peft_layer.LoraLayer) else None
     if base is None or any(parameter.requires_grad for parameter in base.parameters()):
         return None
     if type(layer) is peft_layer.Linear and type(base) is nn.Linear:

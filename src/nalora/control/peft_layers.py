@@ -1,0 +1,56 @@
+"""The adapters of PEFT that NA-LoRA controls: LoRA's matrices, and GraLoRA's stacks of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+try:
+    from peft.tuners.gralora.layer import GraloraLayer
+except ImportError:  # PEFT has GraLoRA since 0.19
+    GraloraLayer = None
+
+# The classes of layers with such an adapter.
+LAYERS: tuple[Any, ...] = (LoraLayer,) if GraloraLayer is None else (LoraLayer, GraloraLayer)
+
+
+class Adapter(NamedTuple):
+    """Two factors of an adapter of a layer, with PEFT's name for it.
+
+    LoRA has A [r, in] and B [out, r]. GraLoRA divides the weight into k × k blocks (`blocks`; 0 for LoRA) and stacks
+    its factors: A [k, in/k, r] and B [k, r, out/k]. Channel c is column c mod out/k of B's block c div out/k, and the
+    j-th of k equal groups of A's columns is read by B's block j alone.
+    """
+
+    name: str
+    a: nn.Parameter
+    b: nn.Parameter
+    blocks: int = 0
+
+    @property
+    def channels(self) -> int:
+        """The number of the layer's output channels."""
+        return self.b.shape[0] * self.b.shape[2] if self.blocks else self.b.shape[0]
+
+
+def all_adapters(layer: nn.Module) -> Iterator[Adapter]:
+    """Yield the adapters of a layer, active or not. GraLoRA with hybrid_r has two: its blocks and a LoRA."""
+    if isinstance(layer, LoraLayer):
+        for name in layer.lora_A:
+            yield Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight)
+    elif isinstance(layer, LAYERS):
+        for name in layer.gralora_A:
+            yield Adapter(name, layer.gralora_A[name], layer.gralora_B[name], layer.gralora_k[name])
+            if layer.hybrid_r[name]:
+                yield Adapter(name, layer.gralora_A_general[name].weight, layer.gralora_B_general[name].weight)
+
+
+def active_adapters(layer: nn.Module) -> Iterator[Adapter]:
+    """Yield the active adapters of a layer with the parameters that its modules hold now."""
+    if isinstance(layer, LAYERS):
+        adapters = list(all_adapters(layer))
+        for name in layer.active_adapters:
+            yield from (adapter for adapter in adapters if adapter.name == name)
