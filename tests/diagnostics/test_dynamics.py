@@ -317,7 +317,7 @@ def test_damaged_snapshots_are_left_out_and_named(run):
 def test_a_snapshot_of_another_model_is_refused(run, tmp_path):
     file = RunFolder(run).snapshot(4) / "adapter_model.safetensors"
     save_file({name: tensor[:, :-1].contiguous() for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(nalora.NALoRAError, match="cannot be read"):
+    with pytest.raises(nalora.NALoRAError, match="an adapter of another model"):
         diagnose(run, PROBE)
     with pytest.raises(nalora.NALoRAError, match="no run"):
         diagnose(tmp_path / "nothing", PROBE)

@@ -78,7 +78,7 @@ def test_code_from_the_hub_runs_only_if_the_user_allows_it(folder, monkeypatch):
         raise ValueError("set trust_remote_code=True to run it")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    with pytest.raises(nalora.NALoRAError, match="if you trust it set trust_remote_code: true"):
+    with pytest.raises(nalora.NALoRAError, match="if you trust it add --trust"):
         load(ModelSpec(folder, device="cpu"))
     assert options_given["trust_remote_code"] is False
     with pytest.raises(nalora.NALoRAError):

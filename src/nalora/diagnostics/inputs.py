@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from nalora import tasks
-from nalora.errors import NALoRAError, first_line, missing_path
+from nalora.errors import missing_path
 from nalora.models import loading
+from nalora.models.adapters import is_adapter, with_adapter
 from nalora.models.loading import Loaded, ModelSpec
-from nalora.models.peft_names import ADAPTER
 from nalora.runs.inputs import kind_of, prepare
 from nalora.runs.saved_run import FinishedRun, finished_run
 from nalora.runs.settings import Run
@@ -78,7 +76,7 @@ class DiagnosisInputs:
     def __init__(self, run: Run, options: DiagnosisOptions) -> None:
         settings = run.settings if options.device is None else replace(run.settings, device=options.device)
         self._task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
-        self._spec = settings.model_spec(kind_of(self._task, settings))
+        self._spec = settings.model_spec(kind_of(self._task, settings.model_spec()))
         loaded = loading.load(self._spec)
         self._processor = loaded.processor
         self.probe, base = make_probe(run, loaded, options)
@@ -101,7 +99,7 @@ class DiagnosisInputs:
             return self._load(replace(spec, name=str(folder), revision=None, quantise=None))
         if spec not in self._bases:
             self._bases[spec] = self._load(spec)
-        return self._bases[spec] if folder is None else _adapted(self._bases[spec], folder)
+        return self._bases[spec] if folder is None else with_adapter(self._bases[spec], folder, keep_base=True)
 
     def pair(self, before: Path | None, after: Path | None) -> tuple[nn.Module, nn.Module]:
         """Return two states as models. Models of other states are released first, so callers must not hold them."""
@@ -157,31 +155,3 @@ def make_probe(run: Run, loaded: Loaded, options: DiagnosisOptions) -> tuple[Pro
         # A decoder would only compute a loss from labels; an encoder-decoder needs them as its decoder's tokens.
         batches = [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
     return Probe(task.name, len(rows), batches), material.model
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether the folder has a PEFT adapter; otherwise it has a model."""
-    return (folder / "adapter_config.json").is_file()
-
-
-def _adapted(base: nn.Module, folder: Path) -> nn.Module:
-    """Return a copy of the base that shares its weights, with the adapter of a folder."""
-    import peft
-
-    try:
-        copied = copy.deepcopy(base, {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())})
-        wrapped: Any = peft.PeftModel.from_pretrained(copied, str(folder)).eval()
-        # from_pretrained only warns about missing weights.
-        outcome = wrapped.load_adapter(str(folder), ADAPTER)
-        others = [name for name in outcome.missing_keys if ADAPTER in name.split(".")] + list(outcome.unexpected_keys)
-        if others:
-            raise ValueError(f"other layers: {others[0]}")
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError, SafetensorError) as error:
-        raise NALoRAError(
-            str(folder),
-            found=f"an adapter that cannot be read ({first_line(error) or type(error).__name__})",
-            expected="a whole adapter of this run's base model",
-            fix="remove that folder, or compare checkpoints of one run",
-        ) from error
-    model: nn.Module = wrapped
-    return model

@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nalora.control import checkpoint
-from nalora.diagnostics.inputs import is_adapter
 from nalora.diagnostics.sites import GateSite
 from nalora.errors import NALoRAError
 from nalora.methods.method import Method
+from nalora.models.adapters import is_adapter
 from nalora.models.peft_names import in_wrapper
 from nalora.runs import checkpoints
 from nalora.runs.folder import RunFolder

@@ -40,8 +40,9 @@ class Request:
         split: ``validation`` uses the examples that the run held out of its training set, in place of the test set.
         generate: whether to generate and score answers; otherwise only the loss of the targets is computed.
         take_over: whether to take the folder over from a process on another host that no longer runs.
-        trust: whether code that a run's settings name may run.
+        trust: whether code that comes with a run or a model may run.
         own: the user's own settings of a run, as a study has them; code that they name may run without trust.
+        model: the base model of a run or an adapter, in place of the one that it names.
     """
 
     task: str | None = None
@@ -56,6 +57,7 @@ class Request:
     take_over: bool = False
     trust: bool = False
     own: Mapping[str, Any] | None = None
+    model: str | None = None
 
 
 def evaluate(

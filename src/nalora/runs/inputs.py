@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from nalora.errors import counted
 from nalora.methods.method import Adapter
 from nalora.models import loading
-from nalora.models.loading import Loaded
+from nalora.models.loading import Kind, Loaded, ModelSpec
 from nalora.models.positions import check_length, trained_positions
 from nalora.runs.encoding import Collator, Encoder, TrainingRows, encode
 from nalora.runs.packed_examples import refuse_encoder_decoder, refuse_unless_isolated
@@ -25,16 +25,11 @@ from nalora.tasks import Example, Task, TrainingInputs
 _GRAPH_MULTIPLE = 64
 
 
-def kind_of(task: Task, settings: RunSettings) -> str:
+def kind_of(task: Task, spec: ModelSpec) -> Kind:
     """Return the kind of model that the task is trained with: this model's own kind if the task supports several."""
-    if settings.model in loading.NAMED:
-        return "causal" if "causal" in task.models else task.models[0]
-    # A config that cannot be read is None: loading the model reports why.
-    config = loading.read_config(settings.model_spec(task.models[0])) if len(task.models) > 1 else None
-    if config is None:
-        return task.models[0]
-    kind = "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
-    return kind if kind in task.models else task.models[0]
+    first: Any = task.models[0]
+    kind = loading.model_kind(spec) if len(task.models) > 1 else first
+    return kind if kind in task.models else first
 
 
 class RowDataset(Dataset[Any]):

@@ -15,7 +15,7 @@ from nalora import methods, tasks
 from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
 from nalora.files import yaml_reader
 from nalora.methods.method import Method
-from nalora.models.loading import ModelSpec
+from nalora.models.loading import Kind, ModelSpec
 from nalora.runs import old_names, packaged
 from nalora.runs.values import converted, limit_problems, takes_mapping
 
@@ -70,7 +70,7 @@ class RunSettings:
     snapshot_every: int = 0
     report_to: str | list[str] = "none"
 
-    def model_spec(self, kind: Any) -> ModelSpec:
+    def model_spec(self, kind: Kind = "causal") -> ModelSpec:
         """Return the specification of the base model."""
         names = ("dtype", "device", "attention", "quantise", "revision", "trust_remote_code")
         return ModelSpec(self.model, kind, **{name: getattr(self, name) for name in names})

@@ -70,7 +70,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
         if notice := task.notice():
             console.print(notice, highlight=False)
         with console.status(f"loading {settings.model}"):
-            loaded = loading.load(settings.model_spec(kind_of(task, settings)))
+            loaded = loading.load(settings.model_spec(kind_of(task, settings.model_spec())))
         inputs = prepare(task, loaded, settings)
         for line in inputs.notices():
             console.print(line, highlight=False)
@@ -155,11 +155,11 @@ def _save(
         raise error
     if run.method.trains_the_model:
         run.method.save(loaded.model, folder.model)
-        if is_first_process():
-            loaded.processor.save_pretrained(folder.model)
     else:
         run.method.save(model, folder.adapter)
     if is_first_process():
+        # With its chat template: this folder is what people take away.
+        loaded.processor.save_pretrained(folder.trained)
         folder.finish(result)
 
 
