@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def shortened(value: object, most: int = 80) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with separated thousands and its noun, which gets a regular plural unless the number is 1."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(problems: Iterable[str], most: int = 5) -> str:
+    """Return the first problems and, if there are more, their total number; an empty text without problems."""
+    remaining = iter(problems)
+    first = list(itertools.islice(remaining, most))
+    total = len(first) + sum(1 for _ in remaining)
+    return "; ".join(first) + (f"; … {total:,} in total" if total > most else "")
 
 
 def reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nalora.errors import NALoRAError
-from nalora.tasks.data_files import files_of, is_data, open_rows
+from nalora.tasks.data_files import NoSplitError, files_of, is_data, open_rows
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\x00"), max_size=30)
 ROWS = st.lists(st.fixed_dictionaries({"question": TEXTS, "answer": TEXTS}), min_size=1, max_size=6)
@@ -130,3 +130,29 @@ def test_a_large_file_takes_little_memory(tmp_path):
     tracemalloc.stop()
     assert len(rows) == 20_000
     assert peak < 2_000_000  # the file has 18 MB
+
+
+def test_a_data_set_of_the_hub_has_splits(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    # A folder takes the place of the download; the library reads it as it reads a data set of the hub.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    opened = open_rows(f"hub:{tmp_path / 'set'}")
+    assert opened[0] == {"question": "1 + 1", "answer": "2"}
+    assert opened.where(0).endswith("set, train, row 0")
+    with pytest.raises(NoSplitError, match="no split 'test'; expected one of train"):
+        open_rows(f"hub:{tmp_path / 'set'}", "test")
+    with pytest.raises(NALoRAError, match="no dataset") as error:
+        open_rows(f"hub:{tmp_path / 'nothing'}", "test")
+    assert not isinstance(error.value, NoSplitError)
+
+
+def test_a_file_that_is_edited_while_it_is_read_is_reported(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2}\n')
+    opened = open_rows(file)
+    with file.open("r+") as edited:
+        edited.write('{"longer": 1}\n')
+    with pytest.raises(NALoRAError, match="another content than when the file was opened"):
+        opened[1]

@@ -22,7 +22,6 @@ from nalora.runs.targets import Target
 from nalora.runs.values import converted
 from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.tasks import Example, Task
-from nalora.tasks.splits import hold_out
 
 __all__ = ["Request", "evaluate_target"]
 
@@ -113,7 +112,7 @@ def _questions_of_run(finished: FinishedRun, request: Request, output: Path | No
     style = request.style or settings.prompt_style
     if request.split == "validation":
         place = place.parent / f"{place.name}{HELD_OUT}"
-        examples: Sequence[Example] = hold_out(task.training_set(), settings.validation_size)[1]
+        examples: Sequence[Example] = task.validation_split(settings.validation_size)[1]
     else:
         examples = task.test_examples()
     as_trained = own and (options, style, data_dir) == (run.task_options, settings.prompt_style, settings.data_dir)

@@ -15,8 +15,13 @@ from nalora.files import python_files
 from nalora.tasks import data_files, gym
 from nalora.tasks.own_data import OwnData
 from nalora.tasks.task import Answer, Example, Scores, Task, TrainingInputs
+from nalora.tasks.text_files import Report
 
 __all__ = ["Answer", "Example", "Scores", "Task", "TrainingInputs", "get", "name_of", "names", "option_types"]
+
+
+# Parameters of a task's class that `get` fills in and that are no settings.
+_COMMON = ("name", "source", "data_dir", "report")
 
 
 @functools.cache
@@ -58,12 +63,15 @@ def resolve(name: str) -> tuple[str, type[Task]]:
     return name, _known()[name]
 
 
-def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Task:
+def get(
+    name: str, *, data_dir: str | Path | None = None, report: Report = lambda *progress: None, **options: Any
+) -> Task:
     """Return the task of that name.
 
     Args:
         name: as in `resolve`.
         data_dir: a folder with the data set's files, in place of the hub.
+        report: gets (what is done, how much of it, of how much) while large files are read.
         options: settings of the task, such as the training set.
 
     Raises:
@@ -79,7 +87,7 @@ def get(name: str, *, data_dir: str | Path | None = None, **options: Any) -> Tas
             fix=did_you_mean(option, known, "leave it out"),
         )
     parameters = inspect.signature(task).parameters
-    common = {"name": own_name, "source": name, "data_dir": data_dir}
+    common: dict[str, Any] = {"name": own_name, "source": name, "data_dir": data_dir, "report": report}
     common = {key: value for key, value in common.items() if key in parameters}
     made = task(**common, **options)
     made.name = own_name  # a subclass may have a parent that sets another
@@ -102,8 +110,15 @@ def identity(name: str, options: Mapping[str, Any]) -> Any:
     """Return what distinguishes a task from others: its name in results, and for own data the content of its files."""
     if not is_own_data(name):
         return name_of(name)
-    sources = [name, *(options[key] for key in ("test", "score") if options.get(key))]
-    return [name_of(name), *map(data_files.digest, sources)]
+    return [name_of(name), contents(name, options)]
+
+
+def contents(name: str, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the SHA-256 of every file of own data, by setting and file name; empty for other tasks."""
+    if not is_own_data(name):
+        return {}
+    sources = {"task": name, **{key: options[key] for key in ("test", "score") if options.get(key)}}
+    return {key: data_files.contents(str(source)) for key, source in sources.items()}
 
 
 def option_types(name: str) -> dict[str, Any]:
@@ -111,7 +126,7 @@ def option_types(name: str) -> dict[str, Any]:
     _, task = resolve(name)
     hints = typing.get_type_hints(task.__init__)
     parameters = inspect.signature(task).parameters
-    return {option: hints.get(option, Any) for option in parameters if option not in ("name", "source", "data_dir")}
+    return {option: hints.get(option, Any) for option in parameters if option not in _COMMON}
 
 
 def described() -> list[tuple[str, str, str]]:

@@ -6,8 +6,6 @@ when it is needed, so that a file of many gigabytes takes eight bytes of memory 
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
 import json
 import re
@@ -15,11 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nalora.errors import NALoRAError, did_you_mean, missing_package
-from nalora.tasks.text_files import JsonLines, Row, Table
+from nalora.errors import NALoRAError, did_you_mean
+from nalora.models.file_digest import digest_of_file
+from nalora.tasks.sources import NoSplitError, datasets_library, hub_data
+from nalora.tasks.text_files import JsonLines, Report, Row, Table
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HUB = "hub:"
+_CONVERT = "convert the data to JSON lines"
 # The first word of a file's name that makes it part of a split.
 _SPLITS = {
     "train": "train", "training": "train", "test": "test", "testing": "test",
@@ -44,44 +45,38 @@ def is_data(name: str) -> bool:
     return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
-def open_rows(source: str | Path, split: str = "train") -> Rows:
+def open_rows(source: str | Path, split: str = "train", report: Report = lambda *progress: None) -> Rows:
     """Open a data file, the files of a split in a folder, or a split of a data set of the hub.
 
     Raises:
+        NoSplitError: a folder or data set without that split.
         NALoRAError: nothing there, a kind of file that is not supported, or rows that cannot be read.
     """
     if str(source).startswith(HUB):
         return _hub(str(source)[len(HUB) :], split)
+    return _joined([_opened(file, report) for file in files_for(source, split)])
+
+
+def files_for(source: str | Path, split: str) -> list[Path]:
+    """Return the files of a split, existing or not: those of a folder, or the file itself; none of the hub."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return _joined([_opened(file) for file in files_of(path, split)])
-    return _opened(path)
+    if str(source).startswith(HUB):
+        return []
+    return files_of(path, split) if path.is_dir() else [path]
 
 
-def digest(source: str) -> str:
-    """Return a digest of the content of a file or of a folder's data files; the name of a data set of the hub."""
+def contents(source: str) -> dict[str, str]:
+    """Return the SHA-256 of a file, or of a folder's data files, by name; of the hub only the name is known."""
     path = Path(source).expanduser()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in files if file.is_file()]
-    return source if not files else _digest(*((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
-
-
-@functools.cache
-def _digest(*files: tuple[Path, int, int]) -> str:
-    content = hashlib.sha256()
-    for path, _, size in files:
-        content.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                content.update(block)
-    return content.hexdigest()
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+    return {file.name: digest_of_file(file) for file in files if file.is_file()} or {source: ""}
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
     """Return a split's files: those named after it, or for training all others where none is.
 
     Raises:
-        NALoRAError: no such file.
+        NoSplitError: no such file.
     """
     data = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
     names = {file: _SPLITS.get(re.split(r"[-_.]", file.stem.lower())[0]) for file in data}
@@ -89,7 +84,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     others = [file for file, name in names.items() if name is None]
     files = named or (others if split == "train" else [])
     if not files:
-        raise NALoRAError(
+        raise NoSplitError(
             str(folder),
             found=f"no file for {split!r} among {', '.join(file.name for file in data) or 'no data files'}",
             expected=f"{split}.jsonl, or another of {', '.join(SUFFIXES)}",
@@ -98,7 +93,7 @@ def files_of(folder: Path, split: str) -> list[Path]:
     return files
 
 
-def _opened(path: Path) -> Rows:
+def _opened(path: Path, report: Report) -> Rows:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise NALoRAError(
@@ -117,8 +112,8 @@ def _opened(path: Path) -> Rows:
     if suffix == ".json" and _starts_with(path, b"["):
         return _json_list(path)
     if suffix in (".csv", ".tsv"):
-        return Table(path, "," if suffix == ".csv" else "\t")
-    return JsonLines(path)
+        return Table(path, "," if suffix == ".csv" else "\t", report)
+    return JsonLines(path, report)
 
 
 class _Loaded:
@@ -148,7 +143,7 @@ def _json_list(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    library = _datasets(str(path))
+    library = datasets_library(str(path), _CONVERT)
     try:
         dataset = library.Dataset.from_parquet(str(path))
     except Exception as error:  # Arrow's errors share no type with those of datasets
@@ -161,28 +156,8 @@ def _parquet(path: Path) -> Rows:
 
 def _hub(name: str, split: str) -> Rows:
     dataset, _, config = name.partition(":")
-    library = _datasets(name)
-    try:
-        rows = library.load_dataset(dataset, config or None, split=split)
-    except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
-        reason = str(error).partition("\n")[0]
-        raise NALoRAError(
-            HUB + name,
-            found=f"no split {split!r} ({type(error).__name__}: {reason})",
-            expected="a data set of the hub, as hub:owner/name or hub:owner/name:config",
-            fix="check the name, the network and `hf auth login`",
-        ) from error
+    rows = hub_data(HUB + name, dataset, split, config or None, _CONVERT)
     return _Loaded(rows, lambda index: f"{HUB}{name}, {split}, row {index}")
-
-
-def _datasets(where: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        purpose = "to read Parquet files and data sets of the hub"
-        instead = ", or convert the data to JSON lines"
-        raise missing_package(where, "datasets", purpose, "nalora[hub]", instead) from error
-    return datasets
 
 
 class _Joined:

@@ -82,7 +82,9 @@ def _chat(values: dict[str, Any]) -> Conversation:
         text = tools if isinstance(tools, str) else json_text(tools)
         first = read[0] if read[0]["role"] == "system" else {"role": "system", "content": ""}
         read = ({"role": "system", "content": _texts(first["content"], text)}, *read[read[0]["role"] == "system" :])
-    if not any(message["role"] == "assistant" for message in read):
+    while read and read[-1]["role"] != "assistant":  # nothing after the last answer is trained on
+        read = read[:-1]
+    if not read:
         raise ValueError("no message of the assistant to train on")
     return Conversation(read)
 

@@ -5,7 +5,6 @@ Copies of images are found by content without decoding: only images of equal siz
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from collections.abc import Callable, Sequence
@@ -162,8 +161,8 @@ def from_folder(task: str, folder: Path) -> Splits:
 
 def from_hub(task: str, path: str, part: str | None) -> Splits:
     """Return (classes, training split, test split) of a data set on the hub, or of a part of it."""
-    load = functools.partial(hub_data, task, path, name=part, folder="FOLDER with train/CLASS/*.png and test/…")
-    loaded = {split: load(split=split) for split in ("train", "test")}
+    instead = "give data_dir=FOLDER with train/CLASS/*.png and test/…"
+    loaded = {split: hub_data(task, path, split, part, instead) for split in ("train", "test")}
     train, test = (
         ImageSplit(
             [f"{task}/{split}/{i}" for i in range(len(rows))], rows[_IMAGE_COLUMN], list(rows[_LABEL_COLUMN]), rows

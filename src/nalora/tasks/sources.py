@@ -18,28 +18,55 @@ Rows = list[dict[str, Any]]
 Value = TypeVar("Value")
 
 
+class NoSplitError(NALoRAError):
+    """Data that exists and has no such split."""
+
+
 def hub_rows(task: str, dataset: str, split: str, name: str | None = None) -> Rows:
     """Return the rows of a split of a data set on the hub."""
     return list(hub_data(task, dataset, split, name))
 
 
-def hub_data(task: str, dataset: str, split: str, name: str | None = None, folder: str = "FOLDER") -> Any:
-    """Return a split as a `datasets.Dataset`, which reads rows on access; `folder` describes a valid data_dir."""
+def hub_data(
+    where: str, dataset: str, split: str, name: str | None = None, instead: str = "give data_dir=FOLDER"
+) -> Any:
+    """Return a split of a data set on the hub as a `datasets.Dataset`, which reads rows on access.
+
+    Args:
+        where: the task or the source, for errors.
+        dataset: its name on the hub.
+        split: such as ``train``.
+        name: the configuration, if the data set has several.
+        instead: what to do without the hub, for errors.
+
+    Raises:
+        NoSplitError: the data set has no such split.
+        NALoRAError: it cannot be loaded.
+    """
+    library = datasets_library(where, instead)
+    try:
+        splits = library.load_dataset(dataset, name)  # all are prepared at once, whichever is used
+    except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
+        raise NALoRAError(
+            where,
+            found=f"no dataset {dataset!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            expected=f"its split {split!r} from the hub",
+            fix=f"check the name, the network and `hf auth login`, or {instead}",
+        ) from error
+    if split not in splits:
+        raise NoSplitError(
+            where, found=f"no split {split!r}", expected=f"one of {', '.join(splits)}", fix="name the file itself"
+        )
+    return splits[split]
+
+
+def datasets_library(where: str, instead: str) -> Any:
+    """Return the module `datasets`; raise a NALoRAError if it is not installed."""
     try:
         import datasets
     except ImportError as error:
-        raise missing_package(
-            task, "datasets", "to read the hub, or the files themselves", "nalora[hub]", f", or give data_dir={folder}"
-        ) from error
-    try:
-        return datasets.load_dataset(dataset, name, split=split)
-    except Exception as error:  # the hub's errors share no type: connection, permission, missing, damaged
-        raise NALoRAError(
-            task,
-            found=f"no dataset {dataset!r} ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            expected=f"its split {split!r} from the hub",
-            fix=f"check the network and `hf auth login`, or give data_dir={folder}",
-        ) from error
+        raise missing_package(where, "datasets", "to read this data", "nalora[hub]", f", or {instead}") from error
+    return datasets
 
 
 def read_rows(

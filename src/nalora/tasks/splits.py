@@ -6,7 +6,8 @@ Validation examples are held out of the training set, to choose a learning rate;
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import heapq
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from nalora.errors import NALoRAError
@@ -42,29 +43,18 @@ def hold_out(examples: Sequence[Example], size: int) -> tuple[list[Example], lis
     Copies of held-out examples are not trained on: of 400 draws of reasoning-gym's Caesar cipher, 280 are drawn again
     among 10,000. If no training example is left, this raises a NALoRAError.
     """
-    train, held_out = ([examples[i] for i in indices] for indices in hold_out_indices([e.id for e in examples], size))
     # Image examples have no prompt: their content is not compared here.
-    copies = {_texts(example) for example in held_out if example.prompt}
-    distinct = [example for example in train if _texts(example) not in copies]
-    if not distinct:
-        raise NALoRAError(
-            f"validation_size: {size}",
-            found=f"{len(train)} further training examples, all of them copies of held-out examples",
-            expected="training examples that are not held out",
-            fix="lower validation_size",
-        )
-    return distinct, held_out
+    texts = [(e.prompt, *e.follow_ups, e.target) if e.prompt else None for e in examples]
+    train, held_out = hold_out_indices([example.id for example in examples], size, texts)
+    return [examples[index] for index in train], [examples[index] for index in held_out]
 
 
-def _texts(example: Example) -> tuple[str, ...]:
-    return (example.prompt, *example.follow_ups, example.target)
-
-
-def hold_out_indices(ids: Sequence[str], size: int) -> tuple[list[int], list[int]]:
+def hold_out_indices(ids: Sequence[str], size: int, contents: Sequence[Hashable] = ()) -> tuple[list[int], list[int]]:
     """Return the indices of training examples and of `size` held-out examples, both in their order.
 
     The choice depends on the ids alone: it is the same for every seed, method and machine, and hardly changes when the
-    training set grows. Images are split by their ids without being decoded.
+    training set grows. Images are split by their ids without being decoded. With `contents`, training examples whose
+    content is held out are left out; None is the content of an example that is not compared.
     """
     if size >= len(ids) and size:
         raise NALoRAError(
@@ -73,7 +63,15 @@ def hold_out_indices(ids: Sequence[str], size: int) -> tuple[list[int], list[int
             expected="fewer held-out examples than training examples",
             fix="lower validation_size",
         )
-    by_hash = sorted(ids, key=lambda id: hashlib.blake2b(id.encode(), digest_size=8).digest())
-    held_out = set(by_hash[:size])
-    indices = range(len(ids))
-    return [i for i in indices if ids[i] not in held_out], [i for i in indices if ids[i] in held_out]
+    chosen = set(heapq.nsmallest(size, ids, key=lambda id: hashlib.blake2b(id.encode(), digest_size=8).digest()))
+    train, held_out = ([i for i, id in enumerate(ids) if (id in chosen) == held] for held in (False, True))
+    copies = {contents[index] for index in held_out if contents} - {None}
+    distinct = [index for index in train if contents[index] not in copies] if copies else train
+    if not distinct and train:
+        raise NALoRAError(
+            f"validation_size: {size}",
+            found=f"{len(train)} further training examples, all of them copies of held-out examples",
+            expected="training examples that are not held out",
+            fix="lower validation_size",
+        )
+    return distinct, held_out

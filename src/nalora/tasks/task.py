@@ -127,6 +127,10 @@ class Task:
         self.dropped_test_questions, self.not_compared = len(examples) - len(indices), None
         return [examples[index] for index in indices]
 
+    def validation_split(self, size: int) -> tuple[Sequence[Example], Sequence[Example]]:
+        """Return (training examples, `size` examples that are held out of the training set for validation)."""
+        return hold_out(self.training_set(), size)
+
     def key_of_training(self, example: Example) -> str:
         """Return the key by which a training example is compared with test questions."""
         return question_key(example.question or example.prompt)
@@ -190,7 +194,7 @@ class Task:
         encode: Callable[[Sequence[Example]], TrainingInputs],
     ) -> TrainingInputs:
         """Return the training set without held-out examples, as at most `limit` rows; `encode` makes rows of tokens."""
-        return encode(hold_out(self.training_set(), validation_size)[0])
+        return encode(self.validation_split(validation_size)[0])
 
     def answers(
         self, loaded: Loaded, examples: Sequence[Example], generate: Callable[[], Iterator[list[Answer]]]

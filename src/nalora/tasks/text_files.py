@@ -6,38 +6,43 @@ import csv
 import json
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, listed
 
 Row = dict[str, Any]
-# Invalid rows that an error lists; it also gives their total number.
-_LISTED = 5
+# (What is done, how much of it, of how much), for a progress bar.
+Report = Callable[[str, int, int], None]
+# Rows between two reports: a file of 1 GB has a million of them.
+REPORTED_ROWS = 2_000
 
 
 class TextFile:
     """A text file whose rows are read from remembered positions."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, report: Report = lambda *progress: None) -> None:
         self.path = path
         self.starts, self.lines = array("Q"), array("Q")
         self._lock = threading.Lock()
         self._file = path.open("rb")
         if self._file.read(3) != b"\xef\xbb\xbf":  # a byte order mark is not part of the first row
             self._file.seek(0)
-        problems = [problem for problem in self._scan() if problem]
-        if problems:
-            shown = "; ".join(problems[:_LISTED])
-            more = f"; … {len(problems):,} in total" if len(problems) > _LISTED else ""
-            raise NALoRAError(
-                str(path), found=shown + more, expected=self.expected, fix="correct or remove these lines"
-            )
+        if problems := listed(problem for problem in self._reported(report) if problem):
+            raise NALoRAError(str(path), found=problems, expected=self.expected, fix="correct or remove these lines")
         if not len(self):
             raise NALoRAError(str(path), found="no rows", expected=self.expected, fix="name another file")
 
     expected = "rows"
+
+    def _reported(self, report: Report) -> Iterator[str | None]:
+        name, megabytes = f"reading {self.path.name} (MB)", self.path.stat().st_size // 10**6
+        for number, problem in enumerate(self._scan(), 1):
+            if number % REPORTED_ROWS == 0:
+                report(name, self.starts[-1] // 10**6, megabytes)
+            yield problem
+        report(name, megabytes, megabytes)
 
     def _scan(self) -> Iterator[str | None]:
         """Remember where each row begins, and yield for each what is wrong with it."""
@@ -52,7 +57,15 @@ class TextFile:
     def __getitem__(self, index: int) -> Row:
         with self._lock:
             self._file.seek(self.starts[index])
-            return self._read(iter(self._file.readline, b""))
+            try:
+                return self._read(iter(self._file.readline, b""))
+            except (ValueError, StopIteration) as error:  # every row was read without an error before
+                raise NALoRAError(
+                    self.where(index),
+                    found="another content than when the file was opened",
+                    expected="a file that nobody edits while it is read",
+                    fix="start again, or continue a training with --resume and the unchanged file",
+                ) from error
 
     def where(self, index: int) -> str:
         """Return the file and line of a row."""
@@ -105,10 +118,10 @@ class Table(TextFile):
 
     expected = "a header and rows with as many fields"
 
-    def __init__(self, path: Path, delimiter: str) -> None:
+    def __init__(self, path: Path, delimiter: str, report: Report = lambda *progress: None) -> None:
         self.delimiter = delimiter
         self.header: list[str] = []
-        super().__init__(path)
+        super().__init__(path, report)
 
     def _scan(self) -> Iterator[str | None]:
         csv.field_size_limit(2**31 - 1)  # of the process; 131,072 characters by default
