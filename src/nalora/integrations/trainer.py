@@ -123,9 +123,11 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
         """Wrap the trainer's methods until the controller is detached."""
         trainer = self.trainer
         for undo in (
-            # Both: a subclass may clip in its own `_clip_grad_norm`, and without clipping Trainer still calls the
-            # accelerator for the norm that it logs.
+            # All three, and the control acts at the first: a subclass may clip in its own `_clip_grad_norm` or call
+            # the accelerator itself, and with max_grad_norm=0 Trainer only computes the norm that it logs. A trainer
+            # that does none of them is controlled when its optimizer steps.
             wrap_method(trainer, "_clip_grad_norm", before=self._apply),
+            wrap_method(trainer, "_get_grad_norm", before=self._apply),
             wrap_method(trainer.accelerator, "clip_grad_norm_", before=self._apply),
             # FSDP2 shards here, on the device, before the trainer loads a checkpoint.
             wrap_method(trainer.accelerator, "prepare", after=self._settle),
