@@ -214,16 +214,17 @@ def test_mask_and_scale_take_hold_of_the_rows_they_should():
                 torch.testing.assert_close(ratio, expected.expand_as(ratio), rtol=1e-6, atol=0)
 
 
-def test_the_adam_notice_is_one_sentence_reported_once_and_true():
-    from nalora.control import controller as module
-
-    module._warn_once.cache_clear()
+def test_the_plan_says_in_one_true_sentence_that_adam_cancels_factors(recwarn):
     model = tiny.llama()
-    with pytest.warns(UserWarning, match=r"0\.9999 of the update") as told:
-        nalora.attach(model, AdamW(tiny.trainable(model), lr=1e-3)).detach()
-        nalora.attach(model, AdamW(tiny.trainable(model), lr=1e-3)).detach()
-    assert len([w for w in told if "nalora" in str(w.message)]) == 1
-    assert str(told[0].message).count(". ") == 0
+    controller = nalora.attach(model, AdamW(tiny.trainable(model), lr=1e-3))
+    (line,) = [line for line in str(controller.plan).splitlines() if "0.9999 of the update" in line]
+    assert line.count(". ") == 0
+    assert not [warning for warning in recwarn if "nalora" in str(warning.message)], "the plan says it, no warning"
+    controller.bind(SGD(tiny.trainable(model), lr=0.1))
+    assert "Adam" not in str(controller.plan)
+    controller.detach()
+    in_update_space = nalora.attach(model, AdamW(tiny.trainable(model)), nalora.NALoRAConfig(apply_to="update"))
+    assert "Adam" not in str(in_update_space.plan)
     sizes = {}
     for factor in (1.0, 0.1):
         parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.float64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ import time
 
 import pytest
 import tiny
+from forked import PROCESSES, until_there
 
 from nalora import NALoRAError
 from nalora.runs import lock as module
@@ -22,9 +22,6 @@ from nalora.runs import marker
 from nalora.runs.contents import LOCK
 from nalora.runs.folder import RunFolder
 from nalora.runs.lock import FolderLock
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["nalora.training.run", "transformers", "peft"])
 
 
 @pytest.fixture
@@ -243,10 +240,3 @@ def test_a_second_train_is_refused_while_the_first_runs_and_resumes_after_it(tmp
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
     assert steps == list(range(1, 61)), "no row of the other process is in between"
     assert not (folder.path / LOCK).exists()
-
-
-def until_there(path) -> None:
-    latest = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < latest
-        time.sleep(0.05)

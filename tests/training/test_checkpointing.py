@@ -9,7 +9,7 @@ import types
 import pytest
 import tiny
 import torch
-from test_lock import PROCESSES, until_there
+from forked import PROCESSES, until_there
 
 from nalora.runs import checkpoints
 from nalora.runs.folder import RunFolder

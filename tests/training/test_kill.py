@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 
 import pytest
 import tiny
 import torch
+from forked import PROCESSES
 from safetensors.torch import load_file
 
 from nalora.runs.folder import RunFolder, read_jsonl
 
 # Children of a process that has imported everything: a start costs a tenth of a second, not ten.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["nalora.training.run", "nalora.evaluation.targets", "transformers", "peft"])
 KILLS = pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from nalora.distributed.wrappers import ranks_of, unwrapped
 from nalora.errors import NALoRAError
 
 _ADAM_NOTICE = (
-    "nalora: Adam cancels a constant factor of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
-    " gradient space mask and scales act only in the first steps; with apply_to='update' they act throughout."
+    "Adam cancels a constant factor of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
+    " gradient space mask and scales act only in the first steps; with apply_to='update' they act throughout"
 )
 
 
@@ -140,7 +139,7 @@ class NALoRAController:
         plan = self.plan
         blocks = tuple(planned.block for planned in plan.blocks)
         found = Discovery(blocks, plan.refused, plan.others, plan.passed_over, rewrites=bool(plan.passed_over))
-        self.plan = make_plan(found, self.config, self._kernels)
+        self.plan = replace(make_plan(found, self.config, self._kernels), notice=plan.notice)
         self._window.start(self.plan.blocks)
         for planned, observer in zip(self.plan.blocks, self._observers, strict=True):
             observer.accumulate = planned.engine.accumulate
@@ -211,8 +210,8 @@ class NALoRAController:
         else:
             undo = hook_steps(optimizer, self._enter_step, self._leave_step, self._gradients_zeroed)
         self._unhook_optimizer = undo
-        if self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower():
-            _warn_once(_ADAM_NOTICE)
+        cancelled = self.config.apply_to == "gradient" and "adam" in type(optimizer).__name__.lower()
+        self.plan = replace(self.plan, notice=_ADAM_NOTICE if cancelled else "")
 
     def _unbind(self) -> None:
         for unhook in self._unhook_optimizer:
@@ -289,8 +288,3 @@ class NALoRAController:
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the controller is detached."""
         self._undo.append(undo)
-
-
-@functools.cache
-def _warn_once(sentence: str) -> None:
-    warnings.warn(sentence, stacklevel=4)

@@ -43,6 +43,7 @@ class Plan:
     """All blocks in model order, adapters that cannot be controlled with the reason, and adapters outside FFNs.
 
     `passed_over` are FFN layers without an adapter in a model where PEFT takes their names for expert parameters.
+    `notice` is a sentence about the optimizer that the controller is bound to.
     """
 
     config: NALoRAConfig
@@ -50,6 +51,7 @@ class Plan:
     refused: dict[str, str]
     others: tuple[str, ...]
     passed_over: tuple[str, ...] = ()
+    notice: str = ""
 
     @property
     def statistics(self) -> str:
@@ -100,7 +102,8 @@ class Plan:
                 f"    {parts}; {activation}, {width} channels, responsive {regimes}",
                 f"    mask {mask}; step scaling {scaling}",
             ]
-        return "\n".join([*lines, *(f"  {line}" for line in self.uncontrolled())])
+        notices = [self.notice] if self.notice else []
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.uncontrolled(), *notices))])
 
     def uncontrolled(self) -> list[str]:
         """Return a line for each kind of layer that is not controlled: refused, outside FFNs, without an adapter."""
