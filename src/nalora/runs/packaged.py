@@ -15,12 +15,16 @@ IN_SHORT = "# In short: "
 
 def recipes() -> dict[str, Path]:
     """Return the file of every recipe, by name."""
-    return {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    return _by_name(RECIPES)
 
 
 def studies() -> dict[str, Path]:
     """Return the file of every study, by name."""
-    return {file.stem: file for file in sorted(STUDIES.glob("*.yaml"))}
+    return _by_name(STUDIES)
+
+
+def _by_name(folder: Path) -> dict[str, Path]:
+    return dict(sorted((file.stem, file) for file in folder.glob("*.yaml")))
 
 
 def summary(file: Path) -> tuple[str, str]:
