@@ -121,6 +121,22 @@ def test_a_smaller_limit_does_not_replace_a_larger_summary(loaded, tmp_path, gen
     assert json.loads((tmp_path / file).read_text())["questions"] == 9
 
 
+def test_rows_hold_question_expected_answer_output_and_scores_in_the_order_of_the_questions(loaded, tmp_path):
+    evaluate(loaded, Echo(), tmp_path, batch_tokens=60)
+    rows = [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()]
+    examples = Echo().test_examples()
+    assert [(row["id"], row["question"], row["expected"]) for row in rows] == [(e.id, e.prompt, "x") for e in examples]
+    assert [row["scores"] for row in rows] == [Echo().score(None, row["outputs"]) for row in rows]
+    written = (tmp_path / "outputs.jsonl").stat()
+    evaluate(loaded, Echo(), tmp_path, limit=4)
+    assert (tmp_path / "outputs.jsonl").stat().st_ino == written.st_ino, "complete rows are not written again"
+    # Rows of version 0.1 had neither question nor scores: they are completed, and nothing is generated again.
+    old = [{key: row[key] for key in ("id", "outputs", "tokens", "finished")} for row in reversed(rows)]
+    (tmp_path / "outputs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    evaluate(loaded, Echo(), tmp_path)
+    assert [json.loads(line) for line in (tmp_path / "outputs.jsonl").read_text().splitlines()] == rows
+
+
 def test_every_measure_has_intervals(loaded, tmp_path):
     summary = evaluate(loaded, Echo(40), tmp_path)
     measured = summary["measures"]["accuracy"]

@@ -74,8 +74,24 @@ def write_run(
         write_adapter(run / "adapter", layers, width, draw)
     if evaluated:
         for who, right in (("base", 4), ("adapted", 31 + 3 * seed)):
-            write(run / "evaluations" / "gym" / "chain_sum" / f"{who}-0123456789" / "summary.json", summary(right))
+            write_evaluation(run / "evaluations" / "gym" / "chain_sum" / f"{who}-0123456789", right)
     return run
+
+
+def write_evaluation(folder: Path, right: int, of: int = 100) -> None:
+    """Write an evaluation with `right` right answers; a model with more of them has all of one with fewer."""
+    write(folder / "summary.json", summary(right, of))
+    is_right = [37 * i % of < right for i in range(of)]
+    outputs = [
+        {"id": f"q{i}", "question": f"What is {i} + {2 * i}?", "expected": str(3 * i),
+         "outputs": [str(3 * i if is_right[i] else 3 * i + 1)], "scores": {"accuracy": float(is_right[i])},
+         "tokens": 3, "finished": True}
+        for i in range(of)
+    ]  # fmt: skip
+    write_rows(folder / "outputs.jsonl", outputs)
+    write_rows(folder / "scores.jsonl", [{"id": row["id"], "scores": row["scores"]} for row in outputs])
+    losses = [{"id": f"q{i}", "loss": 3 * (2.5 - 2 * is_right[i]), "tokens": 3} for i in range(of)]
+    write_rows(folder / "losses.jsonl", losses)
 
 
 def summary(right: int, of: int = 100) -> dict:

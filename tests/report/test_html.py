@@ -18,7 +18,7 @@ from nalora.report.html import page, write_report
 from nalora.report.payload import payload
 from nalora.report.run_tables import run_tables
 from nalora.report.sentences import findings
-from report.run_folders import summary, write, write_run
+from report.run_folders import summary, write, write_evaluation, write_run
 
 
 class Page(HTMLParser):
@@ -189,10 +189,10 @@ def test_a_summary_of_any_shape_makes_a_page(tmp_path, damage):
     page([read_run(run)])
 
 
-def test_findings_follow_the_intervals(tmp_path):
+def test_findings_follow_the_paired_tests(tmp_path):
     runs = [write_run(tmp_path, name=name) for name in ("good", "bad", "same")]
     for run, right in zip(runs, (60, 1, 5), strict=True):
-        write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
+        write_evaluation(next(run.glob("evaluations/**/adapted-*")), right)
     said = findings(read_runs(runs))
     accuracy = [sentence for sentence in said if "ccuracy on gym/chain_sum" in sentence]
     assert any(
@@ -203,10 +203,39 @@ def test_findings_follow_the_intervals(tmp_path):
     assert "one seed" in said[-1]
 
 
+def test_equal_and_unknown_results_are_reported_as_such(tmp_path):
+    runs = [write_run(tmp_path, name=name) for name in ("one", "two")]
+    said = findings(read_runs(runs))
+    assert "The runs have the same accuracy on gym/chain_sum, question by question." in said
+    for run in runs:
+        write_evaluation(next(run.glob("evaluations/**/adapted-*")), 4)
+    said = findings(read_runs(runs))
+    assert said[0].startswith("Accuracy on gym/chain_sum did not change: 4 % (95 % CI 0–14) before, 4 % (95 % CI 0–14)")
+    for run in runs:
+        for file in run.rglob("scores.jsonl"):
+            file.unlink()
+    said = findings(read_runs(runs))
+    assert said[0].startswith("The answers are not stored, so the significance of the change is not known: accuracy")
+    assert any(sentence.startswith("The runs are not compared") for sentence in said)
+
+
+def test_runs_are_compared_by_the_same_questions_and_not_by_their_intervals(tmp_path):
+    """52 % and 60 % of 100 questions: the intervals overlap widely, but one run is right wherever the other is."""
+    runs = [write_run(tmp_path, name=name) for name in ("one", "two")]
+    for run, right in zip(runs, (52, 60), strict=True):
+        write_evaluation(next(run.glob("evaluations/**/adapted-*")), right)
+    (sentence,) = [text for text in findings(read_runs(runs)) if "accuracy" in text and "Comparison" in text]
+    assert "two is better than one" in sentence
+    assert sentence.endswith("(one higher on 0 questions, lower on 8; McNemar's exact test, p = 0.0078).")
+    text = "".join(Page(page(read_runs(runs))).text)
+    assert "accuracy, compared with base" in text
+    assert "better (higher on 48 questions, lower on 0; McNemar's exact test, p < 0.0001)" in text
+
+
 def test_a_lower_loss_is_better(tmp_path):
     runs = [write_run(tmp_path, name=name) for name in ("low", "high")]
     for run, right in zip(runs, (90, 20), strict=True):
-        write(next(run.glob("evaluations/**/adapted-*/summary.json")), summary(right))
+        write_evaluation(next(run.glob("evaluations/**/adapted-*")), right)
     said = [sentence for sentence in findings(read_runs(runs)) if "loss of the answers" in sentence]
     assert any("low is better than high" in sentence for sentence in said)
 
@@ -218,13 +247,13 @@ def test_settings_with_several_seeds_are_compared_over_them_as_in_the_tables(tmp
     for method, shares in values.items():
         for seed, right in enumerate(shares):
             runs.append(write_run(tmp_path, name=f"{method}-{seed}", seed=seed, method=method))
-            write(next(runs[-1].glob("evaluations/**/adapted-*/summary.json")), summary(right))
+            write_evaluation(next(runs[-1].glob("evaluations/**/adapted-*")), right)
     read = read_runs(runs)
     expected = "No significant difference between the settings over their seeds: accuracy on gym/chain_sum."
     assert expected in findings(read)
     assert not any(cell.mark for cells in run_tables(read)["Results"].rows.values() for cell in cells)
     for seed, right in enumerate((80, 81, 79)):
-        write(next(runs[3 + seed].glob("evaluations/**/adapted-*/summary.json")), summary(right))
+        write_evaluation(next(runs[3 + seed].glob("evaluations/**/adapted-*")), right)
     read = read_runs(runs)
     assert any("accuracy on gym/chain_sum: na-lora is better than lora" in sentence for sentence in findings(read))
     assert run_tables(read)["Results"].rows["na-lora"][0].mark == "best"

@@ -95,22 +95,25 @@ def test_evaluation(settings, tmp_path, kills):
 
     shutil.copytree(settings["output"], whole)
     seconds = timed(ask_to_the_end, {**settings, "output": str(whole)})
-    finished: list[dict] = []
+    finished: dict[str, dict] = {}
 
     def outputs():
         files = sorted((tmp_path / "killed").rglob("outputs.jsonl"))
-        return read_jsonl(files[0]) if files else []
+        return {row["id"]: row for row in read_jsonl(files[0])} if files else {}
 
     def nothing_finished_is_lost():
         nonlocal finished
-        assert outputs()[: len(finished)] == finished
-        finished = outputs()
+        now = outputs()
+        # Scores are added to the rows when all are scored.
+        assert all(row.items() <= now[key].items() for key, row in finished.items()) if finished else True
+        finished = now
 
     until_done(ask_to_the_end, settings, kills, seconds, nothing_finished_is_lost)
     nothing_finished_is_lost()
     (expected,) = (read_jsonl(file) for file in whole.rglob("outputs.jsonl"))
     assert len(finished) == 60
-    assert sorted(finished, key=lambda row: row["id"]) == sorted(expected, key=lambda row: row["id"])
+    assert list(finished.values()) == expected
+    assert {"question", "expected", "outputs", "scores"} <= expected[0].keys()
     summaries = [next(folder.rglob("summary.json")).read_text() for folder in (whole, tmp_path / "killed")]
     measures = [text[: text.index('"unfinished"')] for text in summaries]
     assert measures[0] == measures[1]

@@ -98,6 +98,9 @@ def evaluate(
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)
     print_summaries(screen, summaries)
+    if {"base", "adapted"} <= summaries.keys():
+        for sentence in compared(summaries["base"], summaries["adapted"]):
+            screen.print(sentence, highlight=False, markup=False)
     for model, summary in summaries.items():
         screen.print(f"Outputs of {model}: {summary['folder']}", highlight=False, soft_wrap=True)
 
@@ -127,6 +130,20 @@ def print_summaries(screen: Any, summaries: dict[str, dict[str, Any]]) -> None:
             screen.print(
                 f"{model}: {counted(summary['unfinished'], 'answer')} reached the limit of tokens", highlight=False
             )
+
+
+def compared(base: dict[str, Any], adapted: dict[str, Any]) -> list[str]:
+    """Return a sentence for each measure: whether the adapter is better than its base model on these questions."""
+    from nalora.evaluation.answers import LOSS, read_scores
+    from nalora.evaluation.paired import Pair, compare_answers
+    from nalora.report.tables import lower_is_better
+
+    sentences = []
+    for measure in (*adapted["measures"], LOSS):
+        one, other = (read_scores(Path(s["folder"]), measure, s["examples"]) for s in (adapted, base))
+        for result in compare_answers({0: Pair(one, other)}, higher_is_better=not lower_is_better(measure)).values():
+            sentences.append(result.sentence(measure, "adapted", "base"))
+    return sentences
 
 
 def demo(

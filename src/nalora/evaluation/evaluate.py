@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nalora.errors import NALoRAError, counted
+from nalora.evaluation.answers import asked, completed
 from nalora.evaluation.folder import Records, claimed_folder
 from nalora.evaluation.generation import AnswerGenerator, mean_loss, target_losses
 from nalora.evaluation.identity import Questions
@@ -63,7 +64,7 @@ class Request:
 def evaluate(
     loaded: Loaded, questions: Questions, folder: Path, request: Request, report: Report = lambda *progress: None
 ) -> dict[str, Any]:
-    """Return the summary of a model on a task, and write it with every output and score into the folder.
+    """Return the summary of a model on a task, and write it with every question, output and score into the folder.
 
     Rows in the folder are reused, and a summary in it that covers more examples is not replaced.
 
@@ -91,6 +92,7 @@ def evaluate(
             outputs, scores = Records(folder / "outputs.jsonl"), Records(folder / "scores.jsonl")
             speed = _generate(loaded, questions, examples, outputs, request.batch_tokens, report)
             _score(task, examples, outputs, scores, report)
+            _complete(examples, outputs, scores)
             summary |= {
                 **summarise(task, examples, [scores.rows[example.id]["scores"] for example in examples]),
                 "unfinished": sum(not outputs.rows[example.id]["finished"] for example in examples),
@@ -163,7 +165,7 @@ def _generate(
     began, tokens, done = time.perf_counter(), 0, 0
     for answers in task.answers(loaded, missing, generate):
         outputs.add([
-            {"id": a.example.id, "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
+            {**asked(a.example), "outputs": a.outputs, "tokens": a.tokens, "finished": a.finished} for a in answers
         ])  # fmt: skip
         tokens += sum(answer.tokens for answer in answers)
         done += len(answers)
@@ -180,6 +182,17 @@ def _score(task: Task, examples: Sequence[Example], outputs: Records, scores: Re
         for done, (example, result) in enumerate(zip(missing, results, strict=True), len(examples) - len(missing) + 1):
             scores.add([{"id": example.id, "scores": result}])
             report("scoring", done, len(examples))
+
+
+def _complete(examples: Sequence[Example], outputs: Records, scores: Records) -> None:
+    """Write question, expected answer, output and scores of each question into one row, in the order of the task.
+
+    Done once all are scored: until then the two files are appended to, and a kill loses nothing.
+    """
+    rows = {e.id: completed(e, outputs.rows[e.id], scores.rows[e.id]["scores"]) for e in examples}
+    rows |= {key: row for key, row in outputs.rows.items() if key not in rows}  # of an earlier, larger evaluation
+    if list(rows.values()) != list(outputs.rows.values()):
+        outputs.replace(rows)
 
 
 def _target_loss(

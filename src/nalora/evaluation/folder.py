@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, wrong_kind
-from nalora.files.atomic import json_text
+from nalora.files import atomic
 from nalora.runs import contents, marker
 from nalora.runs.folder import read_jsonl
 from nalora.runs.lock import FolderLock
@@ -57,10 +57,15 @@ class Records:
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Append rows; they are on the disk before this returns."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json_text(row) + "\n" for row in rows))
+            file.write("".join(atomic.json_text(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
         self.rows |= {row["id"]: row for row in rows}
+
+    def replace(self, rows: dict[str, dict[str, Any]]) -> None:
+        """Write these rows in place of the file's, in one step."""
+        atomic.write(self.path, "".join(atomic.json_text(row) + "\n" for row in rows.values()))
+        self.rows = rows
 
 
 @contextlib.contextmanager

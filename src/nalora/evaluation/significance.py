@@ -8,8 +8,8 @@ Below three seeds nothing is decided. With two seeds, shares of a hundred questi
 seem certain: ten arms equal to the baseline gave a false claim in every second study. With more seeds, differences that
 are all equal are taken as equal within the resolution of the measure (`deviation`).
 
-Single runs are compared by the 95 % intervals over their test questions (`compare_estimates`), which do not include the
-variation between seeds. Every family of comparisons is corrected by Holm's method.
+Single runs are compared by the questions that they answered (`paired`), which does not include the variation between
+seeds. Every family of comparisons is corrected by Holm's method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -36,7 +36,7 @@ _MOST_SEEDS = 10_000
 _ROUNDING = 1e-9
 _DRAWS = 2_000
 
-Verdict = Literal["better", "worse", "not distinguishable", "too few seeds"]
+Verdict = Literal["better", "worse", "not distinguishable", "too few seeds", "too few questions"]
 Claim = TypeVar("Claim", bound=Hashable)
 
 
@@ -87,7 +87,7 @@ class Comparison:
         """The result of the test."""
         if self.adjusted_p is None:
             return "too few seeds"
-        return _verdict(self.adjusted_p, self.alpha, (self.difference > 0) == self.higher_is_better)
+        return verdict_of(self.adjusted_p, self.alpha, (self.difference > 0) == self.higher_is_better)
 
     @property
     def seeds_to_decide(self) -> int | None:
@@ -110,6 +110,9 @@ class Comparison:
         if self.interval is None:
             return f"{self.method}: {size} compared with {self.baseline}, with one seed, which decides nothing."
         low, high = self.interval
+        if not low and not high:
+            seeds = counted(self.seeds, "seed")
+            return f"{self.method} and {self.baseline} have the same {measure} with every seed ({seeds})."
         numbers = f"{size}, 95 % interval {low:+.4g} … {high:+.4g} over {counted(self.seeds, 'seed')}"
         if self.verdict in ("better", "worse"):
             return (
@@ -232,42 +235,11 @@ def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 
     return low + bisect_left(range(low, high), True, key=lambda n: power(n) >= POWER)
 
 
-class Estimate(NamedTuple):
-    """A measure of one run with its 95 % interval over the test questions."""
-
-    value: float
-    interval: Interval
-
-
-def compare_estimates(
-    pairs: Mapping[Claim, tuple[Estimate, Estimate]], *, higher_is_better: bool, alpha: float = ALPHA
-) -> dict[Claim, Verdict]:
-    """Compare the first of each pair with the second, corrected for the number of pairs.
-
-    For one pair this is Newcombe's hybrid interval of the difference: each value's distance to the end of its interval
-    that faces the other value. It is slightly conservative for runs with the same test questions.
-    """
-    adjusted = holm({claim: _p_of_estimates(*pair) for claim, pair in pairs.items()})
-    return {
-        claim: _verdict(adjusted[claim], alpha, (one.value > other.value) == higher_is_better)
-        for claim, (one, other) in pairs.items()
-    }
-
-
-def _verdict(adjusted_p: float, alpha: float, is_better: bool) -> Verdict:
+def verdict_of(adjusted_p: float, alpha: float, is_better: bool) -> Verdict:
+    """Return the result of a test after Holm's correction."""
     if adjusted_p > alpha:
         return "not distinguishable"
     return "better" if is_better else "worse"
-
-
-def _p_of_estimates(one: Estimate, other: Estimate) -> float:
-    lower, upper = sorted((one, other), key=lambda estimate: estimate.value)
-    gap = upper.value - lower.value
-    half = math.hypot(upper.value - upper.interval.low, lower.interval.high - lower.value)
-    if not (gap > 0 and 0 < half < math.inf):  # one question has an interval without width, a diverged run has NaN
-        return 1.0
-    normal = statistics.NormalDist()
-    return 2 * normal.cdf(normal.inv_cdf(0.025) * gap / half)
 
 
 @lru_cache(maxsize=1024)

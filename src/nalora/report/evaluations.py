@@ -70,6 +70,7 @@ def read_evaluations(folder: Path, settings: Mapping[str, Any], notices: list[st
         task = task.removesuffix(HELD_OUT) if validation else task
         evidence = _evidence(file, task, validation, model, summary, settings)
         modified = file.stat().st_mtime
+        summary |= {"folder": str(file.parent)}
         evaluations.append(Evaluation(task, validation, model, summary, file.parent.name, evidence, modified))
     return tuple(sorted(evaluations, key=lambda evaluation: (evaluation.validation, evaluation.modified)))
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nalora.control.recorded import named_activation
+from nalora.evaluation.answers import LOSS
 from nalora.report.charts import (
     HEAT_MAPS,
     LINE_CHARTS,
@@ -26,7 +27,7 @@ from nalora.report.data import RunData
 from nalora.report.gates import Gates
 from nalora.report.layers import CHANNEL_MEASURES, channel_measures, packed, update_norms
 from nalora.report.naming import layer_labels
-from nalora.report.sentences import LOSS, score
+from nalora.report.sentences import score
 
 _GATE_COLUMNS = (*HEAT_MAPS, *SCALES)
 _MISMATCH = ("energy", "share", "bound", "mask", "top_channels")

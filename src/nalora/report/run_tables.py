@@ -11,9 +11,10 @@ import numpy as np
 
 from nalora.files import atomic, outputs
 from nalora.report.charts import MEASURES, PAPER_MEASURES, known_mean, measure_table
+from nalora.report.comparisons import base_summary
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import row_labels, seed_of
-from nalora.report.sentences import base_summary, measures_of, score, tasks_of
+from nalora.report.sentences import measures_of, score, tasks_of
 from nalora.report.tables import Column, Record, Table, columns_of, latex, markdown, tabulate
 
 _FILES = ("tables.md", "tables.tex")

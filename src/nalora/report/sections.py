@@ -9,10 +9,12 @@ from html import escape
 from typing import Any
 
 from nalora.errors import counted
+from nalora.evaluation.paired import PairedComparison
+from nalora.report.comparisons import base_summary, compared_with_base
 from nalora.report.data import RunData, differences
 from nalora.report.naming import brief
 from nalora.report.reading import is_partial
-from nalora.report.sentences import base_summary, measures_of, score, tasks_of
+from nalora.report.sentences import measures_of, score, tasks_of
 
 
 def summary(runs: Sequence[RunData]) -> str:
@@ -28,13 +30,24 @@ def scores(runs: Sequence[RunData]) -> str:
         measures = measures_of(runs, task)
         bases = [(f"base: {run.model}", base_summary(runs, run, task)) for run in runs]
         adapted = [(run.name, run.evaluations.get(task, {}).get("adapted")) for run in runs]
-        base_rows, rows = (
-            [(name, *_cells(evaluated, measures)) for name, evaluated in models if evaluated is not None]
-            for models in (bases, adapted)
-        )
-        rows = [*dict.fromkeys(base_rows), *rows]
-        tables.append(table(["model", *measures, "questions"], rows, f"{task}: value and 95 % interval", numbers=True))
+        compared = compared_with_base(runs, task, measures[0]) if measures else {}
+        base_rows = [(name, *_cells(summary, measures)) for name, summary in bases if summary is not None]
+        rows = [
+            [name, *_cells(summary, measures), *([_verdict(compared.get(i))] if compared else [])]
+            for i, (name, summary) in enumerate(adapted)
+            if summary is not None
+        ]
+        rows = [*([*row, *([""] if compared else [])] for row in dict.fromkeys(base_rows)), *rows]
+        columns = ["model", *measures, "questions", *([f"{measures[0]}, compared with base"] if compared else [])]
+        tables.append(table(columns, rows, f"{task}: value and 95 % interval", numbers=True))
     return "".join(tables)
+
+
+def _verdict(compared: PairedComparison | None) -> str:
+    if compared is None:
+        return "not compared"
+    verdict = {"not distinguishable": "no significant difference"}.get(compared.verdict, compared.verdict)
+    return f"{verdict} ({compared.evidence()})"
 
 
 def _cells(evaluated: dict[str, Any], measures: Sequence[str]) -> list[str]:

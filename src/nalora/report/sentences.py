@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from nalora.evaluation.answers import LOSS
 from nalora.evaluation.intervals import Interval
-from nalora.evaluation.significance import FEWEST_SEEDS, Estimate, compare_estimates, compare_methods
+from nalora.evaluation.paired import FEWEST_QUESTIONS, PairedComparison
+from nalora.evaluation.significance import FEWEST_SEEDS, compare_methods
+from nalora.report.comparisons import base_summary, compared_with_base, compared_with_each_other
 from nalora.report.data import RunData
 from nalora.report.naming import row_labels, seed_of
 from nalora.report.tables import lower_is_better
 
-LOSS = "loss of the answers"
 # Longer lists of runs have no numbers, or only their length.
 _MANY = 3
 
@@ -50,15 +52,6 @@ def _rounded(value: float) -> float:
     return 0.0 if abs(value) < 1e-12 else float(f"{value:.6g}")
 
 
-def base_summary(runs: Sequence[RunData], run: RunData, task: str) -> dict[str, Any] | None:
-    """Return the summary of the run's base model, which may be stored in another run of the same base model."""
-    for other in (run, *runs):
-        evaluated = other.evaluations.get(task, {})
-        if other.model == run.model and "base" in evaluated:
-            return evaluated["base"]
-    return None
-
-
 def tasks_of(runs: Sequence[RunData]) -> list[str]:
     """Return the names of all evaluated tasks."""
     return list(dict.fromkeys(task for run in runs for task in run.evaluations))
@@ -90,45 +83,59 @@ def findings(runs: Sequence[RunData]) -> list[str]:
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
     name = f"{measure} on {task}"
-    higher = not lower_is_better(measure)
     adapted = {i: score(run.evaluations.get(task, {}).get("adapted"), measure) for i, run in enumerate(runs)}
     after = {i: value for i, value in adapted.items() if value}
     before = {i: value for i in after if (value := score(base_summary(runs, runs[i], task), measure))}
-    verdicts = _compared({i: (after[i], base) for i, base in before.items()}, higher_is_better=higher)
+    compared = compared_with_base(runs, task, measure)
     groups: dict[tuple[Score, str], list[int]] = {}
     for i, base in before.items():
-        change = "rose" if after[i].value > base.value else "fell"
-        verdict = verdicts.get(i, "")
-        groups.setdefault((base, change if verdict in ("better", "worse") else verdict), []).append(i)
-    for (base, change), members in groups.items():
+        groups.setdefault((base, _kind(after[i], base, compared.get(i))), []).append(i)
+    for (base, kind), members in groups.items():
         texts = [f"{after[i].text()}{f' in {runs[i].name}' if len(runs) > 1 else ''}" for i in members]
         names = ", ".join(runs[i].name for i in members)
-        yield _change(name, base, change, f"in {names}" if len(members) > _MANY else f"to {', '.join(texts)}")
+        yield _change(name, base, kind, f"in {names}" if len(members) > _MANY else f"to {', '.join(texts)}")
     repeated = _over_seeds(runs, after)
     if len(repeated) > 1:
-        compared = compare_methods(repeated, list(combinations(repeated, 2)), higher_is_better=higher)
-        over_seeds = {(one.method, one.baseline): str(one.verdict) for one in compared}
-        yield _differences(name, "the settings over their seeds", over_seeds)
+        higher = not lower_is_better(measure)
+        over_seeds = compare_methods(repeated, list(combinations(repeated, 2)), higher_is_better=higher)
+        verdicts = {(one.method, one.baseline): str(one.verdict) for one in over_seeds}
+        yield _differences(name, "the settings over their seeds", verdicts)
     elif len(after) > 1:
-        pairs = {(runs[i].name, runs[j].name): (after[i], after[j]) for i, j in combinations(after, 2)}
-        yield _differences(name, "the runs", _compared(pairs, higher_is_better=higher))
+        yield _between_runs(name, compared_with_each_other(runs, task, measure))
 
 
-def _change(name: str, base: Score, change: str, listed: str) -> str:
-    if change in ("rose", "fell"):
-        return f"{name[:1].upper()}{name[1:]} {change} from {base.text(interval=False)} {listed}."
-    start = "No significant change" if change else "No interval, so the significance of the change is not known"
-    return f"{start}: {name} went from {base.text()} {listed}."
+def _kind(after: Score, base: Score, compared: PairedComparison | None) -> str:
+    """Return rose or fell for a significant change, and otherwise why there is none."""
+    if compared is None:
+        return "unknown"
+    if compared.verdict in ("better", "worse"):
+        return "rose" if after.value > base.value else "fell"
+    return "equal" if after.value == base.value else compared.verdict
 
 
-def _compared(pairs: Mapping[Any, tuple[Score, Score]], *, higher_is_better: bool) -> dict[Any, str]:
-    """Return the verdict on each pair of which both have an interval."""
-    estimates = {
-        key: (Estimate(one.value, one.interval), Estimate(other.value, other.interval))
-        for key, (one, other) in pairs.items()
-        if one.interval is not None and other.interval is not None
-    }
-    return dict(compare_estimates(estimates, higher_is_better=higher_is_better))
+def _change(name: str, base: Score, kind: str, listed: str) -> str:
+    start = f"{name[:1].upper()}{name[1:]}"
+    if kind in ("rose", "fell"):
+        return f"{start} {kind} from {base.text(interval=False)} {listed}."
+    if kind == "equal":
+        return f"{start} did not change: {base.text()} before, {listed.removeprefix('to ')} after training."
+    reason = {
+        "unknown": "The answers are not stored, so the significance of the change is not known",
+        "too few questions": f"Fewer than {FEWEST_QUESTIONS} questions, which cannot show a significant change",
+    }.get(kind, "No significant change")
+    return f"{reason}: {name} went from {base.text()} {listed}."
+
+
+def _between_runs(name: str, compared: Mapping[tuple[str, str], PairedComparison]) -> str:
+    if not compared:
+        return f"The runs are not compared, since the answers to the same questions are not stored: {name}."
+    if not any(one.higher or one.lower for one in compared.values()):
+        return f"The runs have the same {name}, question by question."
+    sentence = _differences(name, "the runs", {pair: one.verdict for pair, one in compared.items()})
+    if len(compared) == 1:
+        ((first, _), one), *_ = compared.items()
+        sentence = f"{sentence[:-1]} ({first} {one.evidence()})."
+    return sentence
 
 
 def _over_seeds(runs: Sequence[RunData], scores: Mapping[int, Score]) -> dict[str, dict[int, float]]:
