@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import string
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,7 @@ MAY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activations --draw": (("out", "out/silu.png", "out/silu.svg"), ()),
     "study --dry-run": ((), ()),
     "inspect": ((), ()),
+    "launch": ((), ()),
     "methods": ((), ()), "tasks": ((), ()), "models": ((), ()),
 }  # fmt: skip
 # The user's own, in the middle of a run's folder.
@@ -151,6 +153,7 @@ def arguments(name: str, base: str) -> list[str]:
         "activations --draw": ["activations", "silu", "--draw", "out"],
         "study --dry-run": ["study", "study.yaml", "--store", "out", "--dry-run"],
         "inspect": ["inspect", base],
+        "launch": ["launch", "--", sys.executable, "-c", ""],
     }.get(name, [name])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nalora import __version__
-from nalora.cli import data, diagnosing, failures, inspecting, listing, reporting, runs, studying
+from nalora.cli import data, diagnosing, failures, inspecting, launching, listing, reporting, runs, studying
 
 # The exit code that shells report for SIGPIPE: the reader of the output has ended.
 _BROKEN_PIPE = 128 + 13
@@ -70,3 +70,4 @@ for command in (
     listing.recipes,
 ):  # fmt: skip
     app.command()(command)
+app.command(context_settings=launching.CONTEXT)(launching.launch)

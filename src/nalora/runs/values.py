@@ -48,6 +48,8 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
             or (origin is Literal and value in arguments)
         ):
             return value
+        if origin is Literal and value is False and "off" in arguments:
+            return "off"  # which YAML reads as false
         if choice is float and (number := _finite(value)) is not None:
             return number
         if list in (choice, origin) and isinstance(value, list):

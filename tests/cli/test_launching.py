@@ -1,0 +1,120 @@
+"""`nalora launch` as it is typed: settings are checked before the program starts; nothing attached is no success."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import nalora
+from nalora import NALoRAError
+from nalora.cli import launching
+
+MARK = "import pathlib, sys; pathlib.Path('started').touch(); sys.exit(int(sys.argv[1]))"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("NALORA_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(nalora.__file__).parents[1]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "message"),
+    [
+        (0, launching.NOT_ATTACHED, "nothing was attached: the command imported no transformers.Trainer"),
+        (5, 5, "nothing was attached: the command ended with exit code 5"),
+    ],
+)
+def test_nothing_attached_is_reported_and_no_success(run, place, code, expected, message):
+    left, _, err = run("launch", "apply_to=update", "--", sys.executable, "-c", MARK, code)
+    assert (left, (place / "started").exists()) == (expected, True)
+    assert err.startswith(f"nalora: {message}")
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_a_python_that_ignores_the_environment_is_reported(run, place, flag):
+    code, _, err = run("launch", "--", sys.executable, flag, "-c", "")
+    assert code == launching.NOT_ATTACHED
+    assert "no Python that reads PYTHONPATH" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["aply_to=update"], "aply_to: no such setting (did you mean apply_to?)"),
+        (["apply_to=updates"], "apply_to: 'updates', expected one of gradient, update"),
+        (["keep_ratio=2"], "keep_ratio: 2.0, expected a number in (0, 1]"),
+        (["keep_ratio=2", "mask=3"], "mask: 3, expected true or false"),
+        (["t=1", "thresholds=[-1,1]"], "two names of one setting"),
+        (["gate={slope: 1}"], "values of sensitivity, low, high"),
+        (["kernels=fast"], "kernels: 'fast', expected one of auto, off, fused"),
+        (["mask=true", "mask=false"], "mask given twice"),
+        (["mask=true", "--config"], "an option after a setting"),
+        (["--config", "none.yaml"], "none.yaml: found no such file"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_program_starts(run, place, words, message):
+    code, _, err = run("launch", *words, "--", sys.executable, "-c", MARK, 0)
+    assert (code, (place / "started").exists()) == (2, False)
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_wrong_variables_and_files_are_named(run, place, monkeypatch):
+    monkeypatch.setenv("NALORA_KEEP_RATOI", "0.5")
+    (place / "nalora.yaml").write_text("mask: maybe\nsharpnes: 3\n")
+    code, _, err = run("launch", "--config", "nalora.yaml", "--", "python")
+    assert code == 2
+    for problem in (
+        "NALORA_KEEP_RATOI: no such setting (did you mean keep_ratio?)",
+        "nalora.yaml: mask: 'maybe', expected true or false",
+        "nalora.yaml: sharpnes: no such setting (did you mean sharpness?)",
+    ):
+        assert problem in err
+
+
+def test_a_word_replaces_a_variable_and_a_variable_the_file(place):
+    file = place / "nalora.yaml"
+    file.write_text("apply_to: update\nkeep_ratio: 0.1\nsharpness: 1e1\nmask: false\ngate: {low: 0.7}\n")
+    variables = {
+        "NALORA_KEEP_RATIO": "0.2",
+        "NALORA_SHARPNESS": "5",
+        "NALORA_CACHE": "x",
+        "NALORA_MASK_EMA": "",
+        "A": "b",
+    }
+    chosen = launching.chosen_settings(file, variables, ["sharpness=7", "kernels=off", "mask="])
+    assert chosen == {
+        "apply_to": "update", "keep_ratio": 0.2, "sharpness": 7.0, "gate": {"low": 0.7}, "kernels": "off",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "command"),
+    [
+        (["python", "train.py", "a=b", "--lr", "1"], [], ["python", "train.py", "a=b", "--lr", "1"]),
+        (["a=b", "--", "python", "--", "c"], ["a=b"], ["python", "--", "c"]),
+        (["a=b", "c={d: e}", "python"], ["a=b", "c={d: e}"], ["python"]),
+    ],
+)
+def test_settings_precede_the_command(words, settings, command):
+    assert launching.split(words) == (settings, command)
+
+
+@pytest.mark.parametrize("words", [[], ["a=b"], ["a=b", "--"]])
+def test_a_command_is_needed(words):
+    with pytest.raises(NALoRAError, match="no command"):
+        launching.split(words)
+
+
+def test_a_launch_inside_a_launch_is_refused(run, place, monkeypatch):
+    monkeypatch.setenv("NALORA_LAUNCH", "{}")
+    code, _, err = run("launch", "--", "python")
+    assert code == 2
+    assert "another `nalora launch`" in err
