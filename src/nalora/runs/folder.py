@@ -26,13 +26,16 @@ from typing import Any
 from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError, shortened
 from nalora.files import atomic, yaml_reader
-from nalora.runs import checkpoints, contents, marker
+from nalora.files.atomic import read_json
+from nalora.runs import checkpoints, contents, data_record, marker
 from nalora.runs.provenance import environment
 from nalora.runs.settings import check
 from nalora.runs.trust import consequences
 
 # The ending of the folder with evaluations on the examples that were held out of the training set.
 HELD_OUT = "-validation"
+# The entry of environment.json with the content of the run's data files.
+_DATA = "data"
 # Settings that do not change the result: where it is written, and what is reported during the run.
 INDIFFERENT = ("output", "report_to", "log_every", "save_every", "save_minutes", "snapshot_every", "device")
 # Nor does the micro-batch size, except for rounding and dropout, as another number of processes. It is part of the key
@@ -74,7 +77,12 @@ class RunFolder:
         new = "a new folder for this run"
         if resume and not self.settings.is_file():
             return "no run", "one to resume", "leave --resume out to start it"
-        if resume and (changed := self._changed(settings)):
+        now = data_record.record_of(settings)
+        before = self._data_record() if resume else {}
+        if edited := data_record.changes(before, now):
+            found = f"a run that was started on other data: {', '.join(edited)}"
+            return found, "the data it was started on", "restore it, or give another output= to train on the new data"
+        if resume and (changed := self._changed(settings, data_record.equal_in_content(before, now))):
             found = f"a run started with other settings: {'; '.join(changed)}"
             return found, "the settings it was started with", "give those, or another output="
         if resume:
@@ -103,7 +111,8 @@ class RunFolder:
         self.refuse(settings, resume=resume)
         self.mark()
         if not resume:
-            write_json(self.path / "environment.json", environment(self.path))
+            data = data_record.record_of(settings)
+            write_json(self.path / "environment.json", {**environment(self.path), **({_DATA: data} if data else {})})
             self.write_settings(settings)
             return None
         if not self.result.is_file():
@@ -122,9 +131,18 @@ class RunFolder:
 
         atomic.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
-    def _changed(self, settings: dict[str, Any]) -> list[str]:
-        """Return the settings in which this run differs from the one in the folder, with both values."""
+    def _data_record(self) -> data_record.Record:
+        """Return the content of the data that the run was started on; empty if nothing is recorded."""
+        recorded = (read_json(self.path / "environment.json") or {}).get(_DATA)
+        return recorded if isinstance(recorded, dict) else {}
+
+    def _changed(self, settings: dict[str, Any], moved: set[str]) -> list[str]:
+        """Return the settings in which this run differs from the one in the folder, with both values.
+
+        The settings in `moved` may name other files, which are equal in content.
+        """
         options = yaml_reader.read(self.settings, "a run's settings", "give another output=")
+        options |= {name: settings[name] for name in moved}
         # The folder may be somebody else's and name other code, which must not run even to be compared.
         if code := [name for name in consequences(options, self.path) if options[name] != settings.get(name)]:
             return code
