@@ -34,7 +34,9 @@ def test_stored_rows_are_those_that_were_added(rows):
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12))
 def test_packed_rows_hold_every_row_once_and_in_order(lengths):
     rows = DerivedRows(len(lengths), lambda index: {"input_ids": [index] * lengths[index]})
-    packed = packed_rows(rows, lengths, 6, lambda parts: {"input_ids": [i for part in parts for i in part["input_ids"]]})
+    packed = packed_rows(
+        rows, lengths, 6, lambda parts: {"input_ids": [i for part in parts for i in part["input_ids"]]}
+    )
     assert all(len(row["input_ids"]) <= 6 for row in packed[:])
     assert [i for row in packed[:] for i in row["input_ids"]] == [i for i, n in enumerate(lengths) for _ in range(n)]
 

@@ -20,7 +20,7 @@ from nalora.evaluation.identity import Questions
 from nalora.evaluation.intervals import bootstrap, wilson
 from nalora.models.loading import Loaded
 from nalora.models.positions import check_length, position_limit
-from nalora.runs.encoding import Encoder
+from nalora.runs.encoding import Encoder, refuse_unusable_turns
 from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
 from nalora.tasks import Answer, Example, Scores, Task
@@ -81,6 +81,7 @@ def evaluate(
             expected="at least one",
             fix="raise limit" if total else "check the task's files; validation needs a run with validation_size",
         )
+    refuse_unusable_turns(task.conversations(), Encoder(loaded.processor, loaded.spec.kind, questions.style))
     _refuse_too_long(loaded, questions, examples)
     with claimed_folder(folder, take_over=request.take_over):
         counts = {"examples": len(examples), "questions": total}

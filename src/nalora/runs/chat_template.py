@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -10,6 +11,7 @@ from typing import Any
 from nalora.errors import NALoRAError
 
 Message = Mapping[str, str]
+_FIX = "set prompt_style: plain, or give the tokenizer another chat_template"
 
 
 class ChatTemplate:
@@ -89,6 +91,7 @@ class ChatTemplate:
             raise _refusal(
                 f"a template that changes the text of turn {index + 1} when the conversation continues",
                 "one that keeps earlier answers",
+                "remove thoughts from all answers but the last, or make each answer the last one of a row of its own",
             )
         end = start + len(content)
         return len(prompt), end + (len(self._end) if full.startswith(self._end, end) else 0)
@@ -97,13 +100,27 @@ class ChatTemplate:
         try:
             text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=False)
         except Exception as error:  # the template is third-party code
-            reason = " ".join(str(error).split())[:200]
-            roles = ", ".join(message["role"] for message in messages)
-            raise _refusal(
-                f"a chat template that fails on the turns {roles} ({type(error).__name__}: {reason})",
-                "one that can be filled in",
-            ) from error
+            raise self._refused(messages, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
         return text
+
+    def _refused(self, messages: Sequence[Message], reason: str) -> NALoRAError:
+        """Return the error for a conversation that the template does not accept."""
+        roles = [message["role"] for message in messages]
+        if roles[0] == "system" and len(roles) > 1:
+            with contextlib.suppress(NALoRAError):
+                self._text(messages[1:])
+                return _refusal(
+                    f"a system message, which the model's chat template does not accept ({reason})",
+                    "conversations without one",
+                    "move its text into the first user message, or set prompt_style: plain",
+                )
+        turns = [role for role in roles if role != "system"]
+        alternating = all(role == ("user", "assistant")[index % 2] for index, role in enumerate(turns))
+        return _refusal(
+            f"a chat template that fails on the turns {', '.join(roles)} ({reason})",
+            "one that can be filled in" if alternating else "turns that it accepts",
+            _FIX if alternating else "join messages of the same role, user first, or set prompt_style: plain",
+        )
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -114,6 +131,5 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _refusal(found: str, expected: str) -> NALoRAError:
-    fix = "set prompt_style: plain, or give the tokenizer another chat_template"
+def _refusal(found: str, expected: str, fix: str = _FIX) -> NALoRAError:
     return NALoRAError("prompt_style: chat", found=found, expected=expected, fix=fix)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +16,12 @@ from torch import Tensor
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError, counted
 from nalora.runs.chat_template import ChatTemplate, Message
+from nalora.runs.progress import Report
 from nalora.runs.token_rows import MOST_STORED, DerivedRows, Row, StoredRows, packed_rows
 from nalora.tasks import Example
+
+# Rows between two reports of progress, about 0.1 s.
+_REPORTED_ROWS = 500
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,29 @@ class TrainingRows:
     target_tokens: int
 
 
+def refuse_unusable_turns(conversations: Iterable[tuple[str, int, Example]], encoder: Encoder) -> None:
+    """Raise a NALoRAError for the first conversation that cannot be encoded.
+
+    Args:
+        conversations: (file and line, number of rows with the same roles, example).
+        encoder: has the chat template. Templates that refuse a conversation nearly always do so by its roles.
+    """
+    for where, count, example in conversations:
+        with _naming(where, f" ({counted(count, 'row')} with these turns)" if count > 1 else ""):
+            encoder.row(example)
+
+
+@contextlib.contextmanager
+def _naming(where: str | None, more: str = "") -> Iterator[None]:
+    """Name the row in an error about its encoding."""
+    try:
+        yield
+    except NALoRAError as error:
+        if where is None:
+            raise
+        raise NALoRAError(where, found=error.found + more, expected=error.expected, fix=error.fix) from error
+
+
 def encode(
     examples: Sequence[Example],
     encoder: Encoder,
@@ -122,19 +150,24 @@ def encode(
     overlong: str = "drop",
     packing: bool = False,
     limit: int | None = None,
+    report: Report = lambda *progress: None,
 ) -> TrainingRows:
     """Return the examples as rows of at most `max_length` tokens, in order; with a limit, the first `limit` that fit.
 
     Raises:
         NALoRAError: no example fits.
     """
+    where: Callable[[int], str | None] = getattr(examples, "where", lambda index: None)
     stored: StoredRows | None = StoredRows()
     indices, lengths = array("Q"), array("L")
     dropped = truncated = longest = target_tokens = 0
     for index, example in enumerate(examples):
         if limit is not None and len(indices) == limit:
             break
-        row = encoder.row(example)
+        if index % _REPORTED_ROWS == 0:
+            report("tokenising", index, len(examples))
+        with _naming(where(index)):
+            row = encoder.row(example)
         if max(map(len, row.values())) > max_length:
             row = _truncated(row, max_length, encoder)
             # A row that is truncated inside its prompt has no target left to train on.

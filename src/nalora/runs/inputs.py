@@ -16,8 +16,9 @@ from nalora.methods.method import Adapter
 from nalora.models import loading
 from nalora.models.loading import Kind, Loaded, ModelSpec
 from nalora.models.positions import check_length, trained_positions
-from nalora.runs.encoding import Collator, Encoder, TrainingRows, encode
+from nalora.runs.encoding import Collator, Encoder, TrainingRows, encode, refuse_unusable_turns
 from nalora.runs.packed_examples import refuse_encoder_decoder, refuse_unless_isolated
+from nalora.runs.progress import Report
 from nalora.runs.settings import RunSettings
 from nalora.tasks import Example, Task, TrainingInputs
 
@@ -30,6 +31,22 @@ def kind_of(task: Task, spec: ModelSpec) -> Kind:
     first: Any = task.models[0]
     kind = loading.model_kind(spec) if len(task.models) > 1 else first
     return kind if kind in task.models else first
+
+
+def checked_tokenizer(task: Task, spec: ModelSpec, style: str) -> Any:
+    """Return the model's tokenizer after checking that its chat template accepts the user's conversations.
+
+    None for tasks that come with nalora. A tokenizer is loaded in a second, weights in up to minutes.
+
+    Raises:
+        NALoRAError: turns that the template does not accept, with file and line.
+    """
+    conversations = list(task.conversations())
+    if not conversations:
+        return None
+    tokenizer = loading.load_processor(spec)
+    refuse_unusable_turns(conversations, Encoder(tokenizer, spec.kind, style))
+    return tokenizer
 
 
 class RowDataset(Dataset[Any]):
@@ -97,7 +114,7 @@ class RunInputs:
         return lines
 
 
-def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> RunInputs:
+def prepare(task: Task, loaded: Loaded, settings: RunSettings, report: Report = lambda *progress: None) -> RunInputs:
     """Return the task's training set for this model.
 
     Raises:
@@ -105,13 +122,13 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings) -> RunInputs:
     """
     modules = task.linear_layers if settings.target_modules == "all-linear" else settings.target_modules
     adapter = Adapter(settings.rank, settings.alpha, settings.dropout, modules)
-    encoded = functools.partial(_encoded, loaded=loaded, settings=settings)
+    encoded = functools.partial(_encoded, loaded=loaded, settings=settings, report=report)
     inputs = task.training_inputs(loaded, settings.validation_size, settings.train_limit, encoded)
     model = task.prepare_model(loaded).model
     return RunInputs(task, model, RowDataset(inputs.rows), inputs.collator, adapter, inputs.encoded)
 
 
-def _encoded(examples: Sequence[Example], loaded: Loaded, settings: RunSettings) -> TrainingInputs:
+def _encoded(examples: Sequence[Example], loaded: Loaded, settings: RunSettings, report: Report) -> TrainingInputs:
     """Return texts as rows of tokens, no longer than the model's positions."""
     if settings.packing:
         refuse_encoder_decoder(loaded.spec.kind)
@@ -123,6 +140,7 @@ def _encoded(examples: Sequence[Example], loaded: Loaded, settings: RunSettings)
         overlong=settings.overlong,
         packing=settings.packing,
         limit=settings.train_limit,
+        report=report,
     )
     multiple = _GRAPH_MULTIPLE if settings.cuda_graphs else 1
     check_length(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -20,14 +21,24 @@ def progress_bars(console: Console, *columns: ProgressColumn, transient: bool = 
 
 
 @contextlib.contextmanager
-def bars(console: Console, *, transient: bool = False) -> Iterator[Report]:
-    """Show one bar for each name that is reported as (name, done, total); transient bars are removed at the end."""
-    with progress_bars(console, transient=transient) as progress:
-        tasks: dict[str, TaskID] = {}
+def bars(console: Console, *, transient: bool = False, after: float = 0.0) -> Iterator[Report]:
+    """Show one bar for each name that is reported as (name, done, total), if the work takes longer than `after` s.
 
-        def report(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total)
-            progress.update(tasks[name], completed=done, total=total)
+    Transient bars are removed at the end.
+    """
+    progress, began = progress_bars(console, transient=transient), time.monotonic()
+    tasks: dict[str, TaskID] = {}
 
+    def report(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            tasks[name] = progress.add_task(name, total=total)
+        progress.update(tasks[name], completed=done, total=total)
+        if time.monotonic() - began >= after:
+            progress.start()
+
+    if not after:
+        progress.start()
+    try:
         yield report
+    finally:
+        progress.stop()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ class OwnData(Task):
     def validation_split(self, size: int) -> tuple[ExampleRows, ExampleRows]:
         """Return the training set without held-out rows and rows with their questions, and the held-out rows."""
         return self.training_set().hold_out(size)
+
+    def conversations(self) -> Iterable[tuple[str, int, Example]]:
+        """Return an example for each sequence of roles in the training data and in the test data."""
+        files = {id(rows.checked): rows for rows in (self._train, self._test)}
+        return itertools.chain.from_iterable(rows.one_of_each() for rows in files.values())
 
     def prepare_scoring(self) -> None:
         """Raise a NALoRAError for texts, which have no questions to answer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -150,6 +150,10 @@ class Task:
     def chance(self, examples: Sequence[Example]) -> dict[str, float]:
         """Return the scores of trivial answers, such as the majority class, by name; empty by default."""
         return {}
+
+    def conversations(self) -> Iterable[tuple[str, int, Example]]:
+        """Return (file and line, number of rows, example) for each sequence of roles in a user's conversations."""
+        return ()
 
     def notice(self) -> str:
         """Return a message for users before training; empty by default."""

@@ -19,7 +19,7 @@ from nalora.models.attention import without_cache
 from nalora.models.compatibility import resolve_device
 from nalora.models.loading import Loaded
 from nalora.runs.folder import RunFolder
-from nalora.runs.inputs import RunInputs, kind_of, prepare
+from nalora.runs.inputs import RunInputs, checked_tokenizer, kind_of, prepare
 from nalora.runs.progress import bars
 from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
@@ -66,12 +66,15 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             return result
         for line in claim.notices:
             console.print(line, highlight=False)
-        task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
+        with bars(console, transient=True, after=1) as report:
+            task = tasks.get(settings.task, data_dir=settings.data_dir, report=report, **run.task_options)
         if notice := task.notice():
             console.print(notice, highlight=False)
+        spec = settings.model_spec(kind_of(task, settings.model_spec()))
         with console.status(f"loading {settings.model}"):
-            loaded = loading.load(settings.model_spec(kind_of(task, settings.model_spec())))
-        inputs = prepare(task, loaded, settings)
+            loaded = loading.load(spec, checked_tokenizer(task, spec, settings.prompt_style))
+        with bars(console, transient=True, after=1) as report:
+            inputs = prepare(task, loaded, settings, report)
         for line in inputs.notices():
             console.print(line, highlight=False)
         with liger_contained(loaded.model) if settings.liger else contextlib.nullcontext():
