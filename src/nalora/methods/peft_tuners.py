@@ -14,6 +14,7 @@ from torch import nn
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
 from nalora.methods.peft_registry import PREFIX, UNSUPPORTED, registered
+from nalora.models import versions
 from nalora.models.peft_names import ADAPTER, CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
@@ -99,6 +100,8 @@ def method_of(name: str) -> type[Method]:
     """Return the method ``peft/TUNER``. Raises NALoRAError if PEFT has no such tuner or it is not supported."""
     tuner = name.removeprefix(PREFIX)
     if tuner not in tuners():
+        if tuner in versions.TUNERS:
+            versions.require("peft", versions.TUNERS[tuner], where=f"method {name!r}", what="have this tuner")
         known = sorted(tuners())
         raise NALoRAError(
             f"method {name!r}",
