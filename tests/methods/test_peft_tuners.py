@@ -93,7 +93,7 @@ def test_every_tuner_has_settings_that_no_run_has_already(tuner):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("peft/randlor", "randlora"), ("peft/adalora", "method: adalora"), ("peft/p_tuning", "no tuner of PEFT")],
+    [("peft/randlor", "randlora"), ("peft/adalora", "method: adalora"), ("peft/p_tuning", "virtual tokens")],
 )
 def test_an_unknown_tuner_is_refused_with_what_was_probably_meant(name, words):
     with pytest.raises(nalora.NALoRAError, match=words):
