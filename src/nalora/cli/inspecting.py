@@ -31,6 +31,10 @@ def inspect(
         list[str] | None,
         typer.Option(help="Layers to adapt; repeat, or separate by commas.", show_default="every linear layer"),
     ] = None,
+    target_parameters: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameters to adapt as well, such as experts.gate_up_proj; repeat, or separate by commas."),
+    ] = None,
     regimes: Annotated[
         Regimes, typer.Option(help="Definition of the gate regimes; 'paper' does not scale steps for GELU activations.")
     ] = NALoRAConfig.regimes,
@@ -53,7 +57,10 @@ def inspect(
     with Console(stderr=True).status(f"reading {escape(model)}"):
         from nalora.control.inspection import inspect_model
 
-        names = [name for names in target_modules or () for name in names.split(",") if name]
+        names, parameters = (
+            [name for names in given or () for name in names.split(",") if name]
+            for given in (target_modules, target_parameters)
+        )
         config = NALoRAConfig(
             mask=not no_mask,
             scaling=not no_scaling,
@@ -62,7 +69,8 @@ def inspect(
             thresholds=thresholds,
             apply_to=apply_to,
         )
-        inspection = inspect_model(model, config, rank=rank, target_modules=[] if names == ["all-linear"] else names)
+        names = [] if names == ["all-linear"] else names
+        inspection = inspect_model(model, config, rank=rank, target_modules=names, target_parameters=parameters)
     _print_inspection(console(), inspection)
 
 

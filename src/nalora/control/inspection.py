@@ -48,6 +48,7 @@ def inspect_model(
     *,
     rank: int | None = None,
     target_modules: Sequence[str] = (),
+    target_parameters: Sequence[str] = (),
 ) -> Inspection:
     """Build `model` on the meta device, wrap it with LoRA, and plan.
 
@@ -56,6 +57,7 @@ def inspect_model(
         config: the settings of NA-LoRA; the paper's by default.
         rank: r of the adapter; 8 by default, and not allowed for an adapter folder.
         target_modules: the layers to adapt, by the end of their name; every linear layer by default.
+        target_parameters: parameters to adapt as well, such as those of experts, by the end of their name.
 
     Raises:
         NALoRAError: no such model, one that cannot be built or wrapped, or nothing to control in it.
@@ -64,8 +66,9 @@ def inspect_model(
     if lora is None:
         base = model
         targets = list(target_modules) if target_modules else "all-linear"
-        lora = peft.LoraConfig(r=8 if rank is None else rank, target_modules=targets)
-    elif rank is not None or target_modules:
+        parameters = list(target_parameters) or None
+        lora = peft.LoraConfig(r=8 if rank is None else rank, target_modules=targets, target_parameters=parameters)
+    elif rank is not None or target_modules or target_parameters:
         raise NALoRAError(
             model,
             found="a rank or target modules together with a saved adapter",

@@ -62,6 +62,7 @@ class LoRA(Method):
             "lora_alpha": adapter.alpha,
             "lora_dropout": adapter.dropout,
             "target_modules": adapter.target_modules,
+            "target_parameters": adapter.target_parameters,
         } | dict.fromkeys(self.peft_switches, True)
 
     def initialise(self, model: nn.Module, adapter: Adapter, start: Start) -> None:

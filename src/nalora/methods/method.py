@@ -27,12 +27,14 @@ class Adapter:
         alpha: α; the LoRA scaling is α/r.
         dropout: dropout probability of the adapter's input.
         target_modules: names or name endings of layers, or ``all-linear`` for all linear layers except the head.
+        target_parameters: names or name endings of parameters to adapt as well, such as those of experts.
     """
 
     rank: int = 8
     alpha: float = 16
     dropout: float = 0.0
     target_modules: str | list[str] = "all-linear"
+    target_parameters: list[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,9 @@ import torch
 from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean, first_line
-from nalora.models import versions
 
 # The expert parameter that holds gate and up, so that one cannot be adapted without the other.
 _GATE_AND_UP = "gate_up_proj"
-# Names of the layers of one expert, each with the parameter that holds all experts: what a target may mean.
-_LAYERS_OF_EXPERTS = {
-    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), _GATE_AND_UP),
-    **dict.fromkeys(("down_proj", "w2"), "down_proj"),
-}
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -92,11 +86,10 @@ def resolve_targets(config: Any, model: nn.Module) -> None:
     """Change a PEFT config so that the layers it names are adapted, and no others, where PEFT would do otherwise.
 
     Raises:
-        NALoRAError: no layer has one of the names, or one half of a fused expert parameter is named.
+        NALoRAError: no layer or parameter has one of the names, or one half of a fused expert parameter is named.
     """
     targets = getattr(config, "target_modules", None)
-    if targets and config.peft_type == "LORA":
-        _require_experts(model, targets)
+    _check_parameters(model, getattr(config, "target_parameters", None) or ())
     if targets == "all-linear" and hasattr(config, "exclude_modules"):
         # Some routers subclass nn.Linear but return a tuple (Phi-MoE, Llama 4): with an adapter they would raise.
         routers = [name for name, module in model.named_modules() if _returns_tuple(module)]
@@ -135,20 +128,6 @@ def resolve_targets(config: Any, model: nn.Module) -> None:
         config.alpha_pattern = {pattern: 2 * config.lora_alpha, **(config.alpha_pattern or {})}
 
 
-def _require_experts(model: nn.Module, targets: Any) -> None:
-    """Refuse targets that a newer PEFT would take for experts: this one would leave the experts without an adapter."""
-    is_target = _matcher(_LAYERS_OF_EXPERTS if targets == "all-linear" else targets)
-    if any(_targeted_experts(model, _LAYERS_OF_EXPERTS, is_target)):
-        others = _without(linear_names(model), set(_LAYERS_OF_EXPERTS))
-        versions.require(
-            "peft",
-            versions.EXPERTS_BY_NAME,
-            where=f"target_modules: {targets if isinstance(targets, str) else sorted(targets)}",
-            what="adapt experts by the names of their layers",
-            otherwise=f"name layers outside the experts: {others}",
-        )
-
-
 def _check_names(model: nn.Module, targets: list[str]) -> None:
     """Check that every target matches a layer: PEFT silently ignores one that does not if another one does."""
     layers = [f".{name}" for name, _ in model.named_modules()]
@@ -162,6 +141,21 @@ def _check_names(model: nn.Module, targets: list[str]) -> None:
                 found=f"no layer called {target}",
                 expected=f"target modules among {', '.join(names)}",
                 fix=did_you_mean(target, names, otherwise),
+            )
+
+
+def _check_parameters(model: nn.Module, targets: Iterable[str]) -> None:
+    """Check that every target is a parameter of two or three dimensions: PEFT warns of others and trains on."""
+    names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+            known = shortest_suffixes(experts or names, model)
+            raise NALoRAError(
+                f"target_parameters: {target}",
+                found="no parameter of that name with two or three dimensions",
+                expected=f"the end of a parameter's name, such as {', '.join(known[:4])}",
+                fix=did_you_mean(target, known, "leave it out"),
             )
 
 

@@ -121,7 +121,7 @@ def prepare(task: Task, loaded: Loaded, settings: RunSettings, report: Report = 
         NALoRAError: the data is missing or does not fit, or is to be packed for a model that mixes packed examples.
     """
     modules = task.linear_layers if settings.target_modules == "all-linear" else settings.target_modules
-    adapter = Adapter(settings.rank, settings.alpha, settings.dropout, modules)
+    adapter = Adapter(settings.rank, settings.alpha, settings.dropout, modules, settings.target_parameters)
     encoded = functools.partial(_encoded, loaded=loaded, settings=settings, report=report)
     inputs = task.training_inputs(loaded, settings.validation_size, settings.train_limit, encoded)
     model = task.prepare_model(loaded).model

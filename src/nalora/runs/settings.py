@@ -37,6 +37,7 @@ class RunSettings:
     alpha: float = 16.0
     dropout: float = 0.0
     target_modules: str | list[str] = "all-linear"
+    target_parameters: list[str] | None = None
     learning_rate: float = 1e-4
     epochs: float = 1.0
     steps: int | None = None

@@ -62,16 +62,11 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
         if _is_mapping(choice) and isinstance(value, dict):
             kind = arguments[1] if arguments else Any
             return {name: converted(f"{key}.{name}", item, kind, problems) for name, item in value.items()}
-    expected = described_type(hint)
+    expected = " or ".join(map(_description, choices))
     if int in choices and is_int:
         expected += f" of at most {_LARGEST}"
     problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
     return value
-
-
-def described_type(hint: Any) -> str:
-    """Return a setting's type in words."""
-    return " or ".join(map(_description, _choices(hint)))
 
 
 def takes_mapping(hint: Any) -> bool:
@@ -124,7 +119,7 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
         with collecting(problems):
             refuse_unknown_loggers(report_to)
     modules = values.get("target_modules")
-    if modules == []:
+    if modules == [] and not values.get("target_parameters"):
         problems.append("target_modules: an empty list, expected names of layers (or all-linear)")
     if isinstance(modules, str) and _NAMES_WITH_COMMAS.fullmatch(modules):
         names = ", ".join(name.strip() for name in modules.split(","))
