@@ -114,16 +114,19 @@ def test_every_option_reaches_the_plan(run, llama):
     assert "[1] switched off" in run("inspect", llama, "--no-scaling")[1]
 
 
-def test_refused_adapters_are_named_with_the_reason(run, tmp_path):
+def test_experts_are_one_row_and_refused_adapters_are_named_with_the_reason(run, tmp_path):
     sizes = dict(moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=4)
     transformers.Qwen2MoeConfig(**SMALL, **sizes).save_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(target_modules=["gate_proj"], target_parameters=["experts.gate_up_proj"])
+    parameters = ["experts.gate_up_proj", "mlp.gate.weight"]
+    lora = peft.LoraConfig(target_modules=["gate_proj"], target_parameters=parameters)
     lora.base_model_name_or_path = str(tmp_path / "base")
     lora.save_pretrained(tmp_path / "adapter")
     code, out, err = run("inspect", str(tmp_path / "adapter"))
     assert (code, err) == (0, "")
     assert "model.layers.0–1.mlp.shared_expert" in out
-    assert "refused: model.layers.0.mlp.experts and 1 more: 3-D expert parameter" in out
+    assert "model.layers.0–1.mlp.experts" in out
+    assert "in each of 4 experts" in out
+    assert "refused: model.layers.0.mlp.gate and 1 more: bare parameter Qwen2MoeTopKRouter.weight" in out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import re
 import peft
 import pytest
 import torch
-from installed import EXPERTS
 from small_models import causal_model, tokens
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -120,9 +119,7 @@ def mask_of(z: torch.Tensor, phi) -> torch.Tensor:
     return torch.sigmoid(20 * (k - torch.quantile(k, 0.7)))
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=EXPERTS if re.search("moe|deepseek", name) else ()) for name in CONTROLLED]
-)
+@pytest.mark.parametrize("model_type", CONTROLLED)
 def test_the_gates_of_an_architecture_are_controlled(model_type):
     settings, gates, count, rows, phi = CONTROLLED[model_type]
     model = adapted(causal_model(model_type, **settings))
@@ -133,7 +130,7 @@ def test_the_gates_of_an_architecture_are_controlled(model_type):
         module.register_forward_hook(lambda _, __, z, name=name: seen.__setitem__(name, z.detach()[..., rows]))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     controller = nalora.attach(model, optimizer, NALoRAConfig(start="first", scaling=False))
-    assert {each.block.gate.name for each in controller.plan.blocks} == set(layers)
+    assert {each.block.gate.name for each in controller.plan.blocks if not each.block.experts} == set(layers)
     assert all(each.mask for each in controller.plan.blocks)
     backward(model)
     before = gradients(model)
@@ -142,6 +139,9 @@ def test_the_gates_of_an_architecture_are_controlled(model_type):
     assert before.keys() == after.keys()
     for name, gradient in before.items():
         layer = name.partition(".lora_")[0]
+        if layer.endswith(".experts.base_layer") and ".lora_B." in name:  # gate and up of the experts in some layers
+            assert (after[name] - gradient).norm() > 0.05 * gradient.norm() > 0
+            continue
         expected = gradient
         if layer in layers and ".lora_B." in name:
             mask = mask_of(seen[layer], phi)
@@ -178,25 +178,27 @@ DENSE = {
 TARGETS = ["all-linear", r"model\.layers\.0\.mlp\.(gate|up|down)_proj", ["gate_proj", "up_proj", "down_proj"]]
 
 
-@EXPERTS
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("model_type", DENSE)
-def test_dense_layers_that_peft_passes_over_are_adapted_as_the_error_says(model_type, targets):
+def test_dense_layers_that_peft_passes_over_are_adapted_as_the_plan_says(model_type, targets):
     settings, count = DENSE[model_type]
     config = peft.LoraConfig(r=2, target_modules=targets)
-    error = refusal(peft.get_peft_model(causal_model(model_type, **settings), config))
-    assert "mlp.gate_proj" in error.found
-    (listed,) = re.findall(r"target_parameters=\[(.*?)\] to peft\.LoraConfig", error.fix)
+    model = peft.get_peft_model(causal_model(model_type, **settings), config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plan = nalora.attach(model, optimizer).plan
+    assert all(each.block.experts for each in plan.blocks)
+    (advice,) = [line for line in plan.uncontrolled() if line.startswith("without an adapter: ")]
+    assert "mlp.gate_proj" in advice
+    (listed,) = re.findall(r"target_parameters=\[(.*?)\] to peft\.LoraConfig", advice)
     parameters = [name.strip('"') for name in listed.split(", ")]
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], target_parameters=parameters)
     assert controls(with_b(peft.get_peft_model(causal_model(model_type, **settings), config))) == count
     # And in a run, as the words in brackets say.
-    assert "in a run file of nalora target_modules does name them" in error.fix
+    assert "in a run file of nalora target_modules does name them" in advice
     names = [name.removesuffix(".weight") for name in parameters]
     assert controls(adapted(causal_model(model_type, **settings), names)) == count
 
 
-@EXPERTS
 def test_only_the_layers_of_an_expression_are_adapted():
     settings = CONTROLLED["deepseek_v3"][0]
     for targets, expected in {
@@ -209,17 +211,15 @@ def test_only_the_layers_of_an_expression_are_adapted():
         assert {name.removeprefix("base_model.model.model.") for name in names} == expected
 
 
-@EXPERTS
 def test_half_of_the_experts_parameter_is_refused_with_what_works():
     settings = CONTROLLED["deepseek_v3"][0]
     with pytest.raises(NALoRAError, match="gate_proj without up_proj") as raised:
         adapted(causal_model("deepseek_v3", **settings), ["o_proj", "gate_proj"])
     one, other = re.fullmatch(r"add (.*), or name the layers outside the experts: (.*)", raised.value.fix).groups()
-    assert controls(adapted(causal_model("deepseek_v3", **settings), ["o_proj", "gate_proj", one])) == 2
+    assert controls(adapted(causal_model("deepseek_v3", **settings), ["o_proj", "gate_proj", one])) == 3  # and experts
     assert controls(adapted(causal_model("deepseek_v3", **settings), ["o_proj", *other.split(", ")])) == 2
 
 
-@EXPERTS
 def test_a_plan_names_the_layers_that_are_passed_over():
     """Some are controlled, so there is no error; the plan lists the others."""
     settings = CONTROLLED["deepseek_v3"][0]
@@ -240,17 +240,30 @@ def test_attention_alone_is_answered_with_the_names_to_add(model_type):
     assert controls(adapted(causal_model(model_type), [attention, *names.split(", ")])) == 2
 
 
-@EXPERTS
-@pytest.mark.parametrize(
-    "model_type", ["mixtral", "gpt_oss", "granitemoe", "phimoe", "olmoe", "qwen3_moe", "flex_olmo", "mellum", "jetmoe"]
-)
-def test_models_of_experts_alone_are_reported_as_plain_loras(model_type):
-    model = adapted(causal_model(model_type))
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "flex_olmo", "mellum"])
+def test_experts_that_peft_adapts_with_all_linear_layers_are_controlled(model_type):
+    assert controls(adapted(causal_model(model_type))) == 2
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe", "phimoe"])
+def test_experts_without_an_adapter_are_answered_with_their_parameters(model_type):
+    error = refusal(adapted(causal_model(model_type)))
+    assert "experts, whose parameters have no adapter" in error.found
+    (listed,) = re.findall(r"target_parameters=\[(.*?)\] in peft\.LoraConfig", error.fix)
+    parameters = [name.strip('"') for name in listed.split(", ")]
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], target_parameters=parameters)
+    assert controls(with_b(peft.get_peft_model(causal_model(model_type), config))) == 2
+    adapter = Adapter(4, 8, 0.0, ["o_proj"], parameters)
+    assert controls(with_b(LoRA().prepare(causal_model(model_type), adapter, Start()))) == 2
+
+
+def test_experts_of_another_interface_are_reported_as_plain_loras():
+    model = adapted(causal_model("jetmoe"))
     error = refusal(model)
-    assert "experts in one parameter" in error.found
-    assert "NA-LoRA cannot control experts" in error.fix
+    assert "experts in one parameter (JetMoeParallelExperts.weight)" in error.found
+    assert "NA-LoRA cannot control these experts" in error.fix
     # True: no linear layer is in an FFN. And plain LoRA trains.
-    linears = [n for n, m in causal_model(model_type).named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    linears = [n for n, m in causal_model("jetmoe").named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
     assert all(re.search("attn|attention|router|gate$", name) for name in linears), linears
     assert backward(model) > 0
     assert any(p.grad.abs().max() > 0 for p in model.parameters() if p.grad is not None)
@@ -277,7 +290,6 @@ def test_a_norm_inside_the_ffn_is_reported_as_not_recognised():
     assert backward(model) > 0
 
 
-@EXPERTS
 def test_a_layer_below_the_rank_is_answered_with_the_names_of_the_others():
     """Qwen2-MoE's shared_expert_gate has one output."""
     with pytest.raises(NALoRAError, match="shared_expert_gate, a layer of 1 × 32") as raised:
@@ -286,7 +298,6 @@ def test_a_layer_below_the_rank_is_answered_with_the_names_of_the_others():
     assert controls(adapted(causal_model("qwen2_moe"), names.split(", "))) == 2
 
 
-@EXPERTS
 def test_experts_have_no_dropout_and_no_dora():
     settings = CONTROLLED["qwen3_moe"][0]
     with pytest.raises(NALoRAError, match="lora_dropout") as raised:
@@ -298,7 +309,6 @@ def test_experts_have_no_dropout_and_no_dora():
     assert backward(adapted(causal_model("qwen3_moe", **settings), names.split(", "), method=DoRA())) > 0
 
 
-@EXPERTS
 @pytest.mark.parametrize("name", ["gora", "lora-ga", "lora-pro", "pissa"])
 def test_methods_for_linear_layers_alone_say_which_they_are(name):
     """With the layers that are named in place of all of them the method works, dense layers of the model included."""

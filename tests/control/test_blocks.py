@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from architectures import architecture, dense_gpt_oss
-from installed import EXPERTS
 from torch import nn
 
 import nalora
@@ -22,12 +21,6 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 # name: (blocks, activation, gate, its rows, up, its rows, down)
 HALVES = (slice(0, 56), slice(56, 112))
 ALL = slice(None)
-# transformers has renamed them.
-VIT = (
-    ("fc1", "fc2")
-    if any("fc1" in name for name, _ in architecture("ViT").named_modules())
-    else ("intermediate.dense", "output.dense")
-)
 ARCHITECTURES = {
     **{
         name: (2, "silu", "gate_proj", ALL, "up_proj", ALL, "down_proj")
@@ -43,7 +36,7 @@ ARCHITECTURES = {
     "T5 v1.0": (4, "relu", "wi", ALL, None, None, "wo"),
     "T5 v1.1": (4, "gelu_tanh", "wi_0", ALL, "wi_1", ALL, "wo"),
     "CLIP": (4, "quick_gelu", "fc1", ALL, None, None, "fc2"),
-    "ViT": (2, "gelu", VIT[0], ALL, None, None, VIT[1]),
+    "ViT": (2, "gelu", "fc1", ALL, None, None, "fc2"),
     "BERT": (2, "gelu", "intermediate.dense", ALL, None, None, "output.dense"),
     "GPT-2": (2, "gelu_tanh", "c_fc", ALL, None, None, "mlp.c_proj"),
     "OPT": (2, "relu", "fc1", ALL, None, None, "fc2"),
@@ -219,27 +212,26 @@ def test_gelu_and_relu_regimes():
     assert plan(relu, thresholds=(-1.0, 1.0)).blocks[0].scaling
 
 
-@EXPERTS
 @pytest.mark.filterwarnings("ignore")
-def test_moe_experts_are_refused_by_name_and_dense_blocks_next_to_them_work():
-    mixtral = peft.get_peft_model(architecture("Mixtral"), peft.LoraConfig(r=2, target_modules="all-linear"))
-    with pytest.raises(NALoRAError, match=r"MixtralTopKRouter|3-D expert parameter MixtralExperts"):
-        nalora.attach(mixtral, torch.optim.SGD(tiny.trainable(mixtral)))
+def test_experts_shared_experts_and_routers():
     settings = dict(target_modules="all-linear", target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     qwen = peft.get_peft_model(architecture("Qwen2-MoE"), peft.LoraConfig(r=2, **settings))
     found = find_blocks(qwen)
     assert [block.name.rpartition("model.")[2] for block in found.blocks] == [
+        "layers.0.mlp.experts",
         "layers.0.mlp.shared_expert",
+        "layers.1.mlp.experts",
         "layers.1.mlp.shared_expert",
     ]
-    assert any("3-D expert parameter Qwen2MoeExperts.gate_up_proj" in reason for reason in found.refused.values())
+    assert all("bare parameter Qwen2MoeTopKRouter" in reason for reason in found.refused.values())
     optimizer = torch.optim.SGD(tiny.trainable(qwen), lr=0.1)
     controller = nalora.attach(qwen, optimizer)
-    assert "refused: " in str(controller.plan)
     mask = torch.ones(4, 12, dtype=torch.long)
     mask[0, 7:] = 0
     tiny.sum_loss(qwen, tiny.tokens(), mask).backward()
-    assert controller._window.groups[0].tokens.tolist() == [43, 43]
+    experts, shared = (group.tokens for group in controller._window.groups)
+    assert experts.view(2, 4).sum(1).tolist() == [43 * 4, 43 * 4]
+    assert shared.tolist() == [43, 43]
     optimizer.step()
     assert controller.metrics()["mask_mean"] < 1
 

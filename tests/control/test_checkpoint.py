@@ -7,6 +7,7 @@ import os
 
 import pytest
 import tiny
+import tiny_experts
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -55,7 +56,7 @@ def test_the_file_names_its_version_and_configuration(tmp_path):
     controller(keep_ratio=0.5).save(tmp_path)
     with safe_open(tmp_path / FILE_NAME, framework="pt") as file:
         metadata = file.metadata()
-    assert metadata["version"] == "1"
+    assert metadata["version"] == "2"
     assert json.loads(metadata["config"])["keep_ratio"] == 0.5
 
 
@@ -89,7 +90,7 @@ def no_version(metadata, tensors):
 
 
 def newer(metadata, tensors):
-    metadata["version"] = "2"
+    metadata["version"] = "3"
 
 
 def narrower(metadata, tensors):
@@ -124,7 +125,7 @@ def removed(path):
 
 
 DAMAGE = {
-    "another version": (lambda path: rewritten(path, newer), "version 2"),
+    "another version": (lambda path: rewritten(path, newer), "version 3"),
     "no version": (lambda path: rewritten(path, no_version), "damaged"),
     "another width": (lambda path: rewritten(path, narrower), "saved shape"),
     "a block too few": (lambda path: rewritten(path, block_lost), "no such block"),
@@ -148,3 +149,28 @@ def test_bad_files_are_refused_and_leave_everything_as_it_was(damage, tmp_path):
     assert refusal.value.fix
     assert same(state, second.state_dict()["tensors"])
     assert same(adapters, tiny.adapter_state(second.model))
+
+
+def test_a_state_of_version_1_has_no_experts_which_start_anew(tmp_path):
+    """Until then experts were plain LoRA next to the dense blocks that were controlled."""
+    model = tiny_experts.adapted("Qwen3Moe")
+    first = stepped(controller(model=model))
+    first.save(tmp_path)
+    state = first.state_dict()["tensors"]
+    assert any("experts" in key for key in state)
+
+    def without_experts(metadata, tensors):
+        metadata["version"] = "1"
+        for key in [key for key in tensors if "experts" in key]:
+            del tensors[key]
+
+    rewritten(tmp_path / FILE_NAME, without_experts)
+    first.detach()
+    second = controller(model=model)
+    with pytest.warns(UserWarning, match="a state without experts; their averages start anew"):
+        second.load(tmp_path)
+    for key, value in second.state_dict()["tensors"].items():
+        if "experts" not in key:
+            assert torch.equal(value, state[key])
+        elif key.endswith(("mask", "scales")):
+            assert (value == 1).all()

@@ -35,6 +35,24 @@ class BlockFactors(NamedTuple):
         return cls(rows, gate, up, down, (gate + up) / 2)
 
 
+def factors_of_experts(values: Tensor, experts: int, shape: torch.Size, *, is_b: bool) -> Tensor:
+    """Return the factors of adapters that hold all experts of a layer, [n, rows, columns or 1].
+
+    PEFT stores A as [experts × r, in], expert by expert, and B as [out, r × experts], with one column of every expert
+    next to each other.
+
+    Args:
+        values: the factors by expert, [n × experts] or [n × experts, out].
+        experts: their number.
+        shape: the shape of the whole parameter.
+        is_b: whether the parameters are B.
+    """
+    by_expert = values.view(-1, experts, *(values.shape[1:] or (1,)))
+    if is_b:
+        return by_expert.mT.repeat(1, 1, shape[1] // experts).expand(-1, shape[0], -1)
+    return by_expert.repeat_interleave(shape[0] // experts, dim=1)
+
+
 class Control(NamedTuple):
     """Parameters of one shape and the factors of their gradients or updates, broadcast over [n, *shape].
 

@@ -21,6 +21,19 @@ from torch import nn
 
 from nalora import activations
 from nalora.activations import Activation
+from nalora.control.experts import (
+    DOWN,
+    NOT_OBSERVED,
+    Experts,
+    OneExpert,
+    adapted_experts,
+    bare_experts,
+    find_order,
+    gate_parameter,
+    refusal,
+    widened,
+    width_of,
+)
 from nalora.control.peft_layers import LAYERS, all_adapters
 from nalora.control.replica import OUTPUT, Replica, feature_sizes
 from nalora.distributed.wrappers import base_of
@@ -52,6 +65,7 @@ class FFNBlock:
     """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None without a product.
 
     `host` is the module that computes exactly this, from its input to its output; None if every module computes more.
+    With `experts` it is one such FFN for each of them.
     """
 
     name: str
@@ -62,6 +76,12 @@ class FFNBlock:
     width: int
     up_offset: float = 0.0
     host: nn.Module | None = None
+    experts: Experts | None = None
+
+    @property
+    def place(self) -> str:
+        """The name of the module that computes the gate."""
+        return self.experts.name if self.experts else self.gate.name
 
     @property
     def fused(self) -> bool:
@@ -91,7 +111,8 @@ class Discovery:
         others: adapters outside FFN blocks.
         bare: the linear layers of FFNs without any adapter, shortened to the names that all layers share.
         rewrites: whether PEFT takes such names for expert parameters (`models.target_modules`).
-        experts: a parameter with the weights of several experts.
+        experts: parameters of experts that have no adapter and could be controlled with one, shortened likewise.
+        other_experts: the class and the name of a parameter of experts that could not.
     """
 
     blocks: tuple[FFNBlock, ...]
@@ -99,7 +120,8 @@ class Discovery:
     others: tuple[str, ...]
     bare: tuple[str, ...] = ()
     rewrites: bool = False
-    experts: str | None = None
+    experts: tuple[str, ...] = ()
+    other_experts: str = ""
 
 
 @contextlib.contextmanager
@@ -127,20 +149,23 @@ def find_blocks(model: nn.Module) -> Discovery:
     for layer in adapters:
         _check_variant(names[layer], layer)
 
-    refused = {
-        names[layer]: _why_not_a_parameter(layer)
-        for layer in adapters
-        if isinstance(layer, ParamWrapper) and feature_sizes(layer) is None
-    }
+    refused: dict[str, str] = {}
+    of_experts: list[FFNBlock] = []
+    for module, of_module in adapted_experts(names, refused).items():
+        if block := _block_of_experts(module, of_module, names):
+            of_experts.append(block)
+        else:
+            refused |= {names[layer]: refusal(layer, NOT_OBSERVED) for layer in of_module.values()}
     within_adapters = {part for layer in adapters for part in layer.modules() if part is not layer}
     linears = {
         module: sizes
         for module in names
         if module not in within_adapters and (sizes := feature_sizes(module)) is not None
     }
-    claimed: set[nn.Module] = set()
+    claimed = {projection.module for block in of_experts for projection in block.projections.values()}
     found = [block for host in _hosts(names, linears) for block in _blocks_in(host, names, linears, claimed, refused)]
     blocks = [block for block in found if any(projection.adapted for projection in block.projections.values())]
+    blocks += of_experts
     bare = {in_base(p.name) for block in found if block not in blocks for p in block.projections.values()}
     order = {module: position for position, module in enumerate(names)}
     blocks.sort(key=lambda block: order[block.gate.module])
@@ -149,7 +174,7 @@ def find_blocks(model: nn.Module) -> Discovery:
     others = tuple(names[a] for a in adapters if a not in claimed and names[a] not in refused)
     base = base_of(model)
     short = tuple(shortest_suffixes(bare, base))
-    return Discovery(tuple(blocks), refused, others, short, bool(rewritten_names(base)), _expert_parameter(model))
+    return Discovery(tuple(blocks), refused, others, short, bool(rewritten_names(base)), *bare_experts(base))
 
 
 def _hosts(names: dict[nn.Module, str], linears: dict[nn.Module, tuple[int, int]]) -> list[nn.Module]:
@@ -249,22 +274,33 @@ def _tuner(module: nn.Module) -> str:
     return names[1] if package == "peft" and names[0] == "tuners" and len(names) > 2 else ""
 
 
-def _expert_parameter(model: nn.Module) -> str | None:
-    """Return the class and the name of a parameter with the weights of several experts, None without one."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and "expert" in type(module).__name__.lower():
-                return f"{type(module).__name__}.{name}"
-    return None
+def _block_of_experts(
+    module: nn.Module, adapters: dict[str, ParamWrapper], names: dict[nn.Module, str]
+) -> FFNBlock | None:
+    """Return the block that all experts of a module are, found on one of them; None if their gates are not seen."""
+    one = OneExpert(module)
+    found = list(_blocks_in(one, {one: "", one.gate: "gate", one.down: "down"}, one.sizes, set(), {}))
+    if len(found) != 1:
+        return None
+    block, outermost = found[0], next(iter(adapters.values()))
+    experts = Experts(names[module], module, outermost.num_experts, one.experts, block.gate.rows)
+    if find_order(experts) is None:
+        return None
+    name, gate, width = names[outermost], gate_parameter(module), width_of(module)
 
+    def projection(parameter: str, rows: slice) -> Projection:
+        return Projection(f"{name}.{parameter}", adapters.get(parameter, module), widened(rows, width))
 
-def _why_not_a_parameter(layer: ParamWrapper) -> str:
-    parameter = f"{type(layer.get_base_layer()).__name__}.{layer.parameter_name}"
-    if layer.get_param().ndim == 3:
-        return (
-            f"3-D expert parameter {parameter}: its experts share one adapter, and their gates see routed tokens only"
-        )
-    return f"bare parameter {parameter}: a router or the like, not an FFN projection"
+    return dataclasses.replace(
+        block,
+        name=name,
+        gate=projection(gate, block.gate.rows),
+        up=projection(gate, block.up.rows) if block.up else None,
+        down=projection(DOWN, slice(None)),
+        width=width,
+        host=None,
+        experts=experts,
+    )
 
 
 def _unsupported(name: str, found: str) -> NALoRAError:

@@ -17,7 +17,9 @@ from nalora.errors import NALoRAError
 from nalora.files import atomic, outputs
 
 FILE_NAME = "nalora_state.safetensors"
-VERSION = 1
+# Version 2 has the blocks of experts, which version 1 did not control; its tensors of other blocks are the same.
+VERSION = 2
+_READABLE = (1, 2)
 
 
 def state_of(groups: list[BlockGroup], config: NALoRAConfig) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def state_of(groups: list[BlockGroup], config: NALoRAConfig) -> dict[str, Any]:
 
 def _tensors(groups: list[BlockGroup]) -> dict[str, Tensor]:
     return {
-        f"{name}/{field}": getattr(group, field)[index]
+        f"{name}/{field}": group.of_block(getattr(group, field), index)
         for group in groups
         for index, name in enumerate(group.names)
         for field in BlockGroup.STATE
@@ -37,15 +39,20 @@ def _tensors(groups: list[BlockGroup]) -> dict[str, Tensor]:
 
 def restore(groups: list[BlockGroup], config: NALoRAConfig, state: dict[str, Any]) -> None:
     """Check a state against the blocks, then copy it into them."""
-    if state.get("version") != VERSION:
+    version = state.get("version")
+    if version not in _READABLE:
         raise NALoRAError(
             "nalora state",
-            found=f"version {state.get('version')!r}",
-            expected=f"version {VERSION}",
+            found=f"version {version!r}",
+            expected=f"version {' or '.join(map(str, _READABLE))}",
             fix="resume with the nalora release that wrote it, or start a new run",
         )
     tensors: dict[str, Tensor] = state["tensors"]
     targets = _tensors(groups)
+    new = {f"{name}/{field}" for group in groups if group.experts for name in group.names for field in group.STATE}
+    if version == 1 and (new := new - tensors.keys()):
+        warnings.warn("nalora: a state without experts; their averages start anew", stacklevel=3)
+        targets = {key: target for key, target in targets.items() if key not in new}
     _check_same_blocks(targets, tensors)
     if (saved := state.get("config")) is not None:
         now = json.loads(atomic.json_text(config.to_dict()))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from nalora.config import Kernels, NALoRAConfig
 from nalora.control import deepspeed
+from nalora.control.gate_taps import is_tapped
 from nalora.control.observer import is_observed
 from nalora.control.parameters import controlled_parameters
 from nalora.control.plan import Plan
@@ -47,10 +48,11 @@ def check_arguments(model: Any, config: Any, kernels: str) -> None:
 
 def check_plan(plan: Plan, kernels: str) -> None:
     """Refuse layers with another controller's hooks, and fused kernels for a model that is not on a GPU."""
-    for projection in plan.projections:
-        if is_observed(projection.module):
+    for block in (planned.block for planned in plan.blocks):
+        tapped = block.experts is not None and is_tapped(block.experts.module)
+        if tapped or any(is_observed(projection.module) for projection in block.projections.values()):
             raise NALoRAError(
-                projection.name,
+                block.gate.name,
                 found="a layer that another controller observes already",
                 expected="one controller per model",
                 fix="call detach() on the first one",

@@ -16,6 +16,8 @@ from nalora.config import Kernels, NALoRAConfig, Settings, config_of
 from nalora.control import checkpoint, checks, deepspeed
 from nalora.control.apply import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.control.blocks import Discovery, find_blocks
+from nalora.control.expert_observer import ExpertsObserver
+from nalora.control.gate_taps import Tap
 from nalora.control.hooks import hook_steps
 from nalora.control.metrics import measure
 from nalora.control.observer import GateObserver
@@ -96,16 +98,18 @@ class NALoRAController:
 
     # ---- observe -------------------------------------------------------------------------------------------------
 
-    def _observe(self) -> list[GateObserver]:
+    def _observe(self) -> list[GateObserver | ExpertsObserver]:
         """Hook the gate of every block."""
-        masks, handles = register_mask_hooks(self.model, [planned.block.gate.name for planned in self.plan.blocks])
+        masks, handles = register_mask_hooks(self.model, [planned.block.place for planned in self.plan.blocks])
         with_up = self.config.importance == "utility"
-        observers = []
+        observers: list[GateObserver | ExpertsObserver] = []
+        undo: list[Tap] = [*handles]
         for planned, window in zip(self.plan.blocks, self._window.gates, strict=True):
-            block, mask = planned.block, masks[planned.block.gate.name]
-            observers.append(GateObserver(block, planned.thresholds, window, mask, with_up, planned.engine.accumulate))
-            handles += observers[-1].register()
-        self._undo += [handle.remove for handle in handles]
+            block, mask = planned.block, masks[planned.block.place]
+            kind = ExpertsObserver if block.experts else GateObserver
+            observers.append(kind(block, planned.thresholds, window, mask, with_up, planned.engine.accumulate))
+            undo += observers[-1].register()
+        self._undo += [handle.remove for handle in undo]
         return observers
 
     def _refresh_parameters(self) -> None:

@@ -26,18 +26,20 @@ def _projection_limits(config: NALoRAConfig, dtype: torch.dtype, device: torch.d
 
 
 class Decision(NamedTuple):
-    """The next state of `n` blocks; it takes effect only if the optimizer's step happens."""
+    """The next state of `n` blocks or experts; it takes effect only if the optimizer's step happens."""
 
     mask: Tensor  # [n, width]
     scales: Tensor  # [n, 3], gate, up, down
     valid: Tensor  # [n] bool: the block saw tokens, all of them finite
     shares: Tensor  # [n, 3]
     score: Tensor  # [n]
+    skipped: Tensor | None = None  # [n] bool: an update is missing; by default wherever it is not valid
 
 
 class BlockGroup:
     """The stacked statistics and state of blocks with the same width, dtype, device and active controls.
 
+    A block of experts takes one row for each of them, a dense block (`experts` = 0) one row.
     `mask` and `scales` are exponential moving averages. Everything stays on the device: invalid blocks keep their
     state by `torch.where`, without waiting for the GPU.
     """
@@ -52,11 +54,12 @@ class BlockGroup:
         device: torch.device,
         mask_acts: bool = True,
         scaling_acts: bool = True,
+        experts: int = 0,
     ) -> None:
         self.names, self.width, self.kind = names, width, (device, dtype)
-        self.mask_acts, self.scaling_acts = mask_acts, scaling_acts
-        n = len(names)
-        self.stacked = Sums.zeros(n, width, dtype, device)
+        self.mask_acts, self.scaling_acts, self.experts = mask_acts, scaling_acts, experts
+        n = len(names) * max(1, experts)
+        self.stacked = Sums.zeros(n, width, dtype, device, parts=1 if experts else None)
         self.mask = torch.ones(n, width, dtype=dtype, device=device)
         self.scales = torch.ones(n, 3, dtype=dtype, device=device)
         self.updates, self.skipped = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()
@@ -64,9 +67,19 @@ class BlockGroup:
         self.score, self.stability = torch.zeros(2, n, dtype=dtype, device=device).unbind()
         self._permutations: Tensor | None = None
 
+    def indices(self, index: int) -> range:
+        """Return the rows of block `index`."""
+        number = max(1, self.experts)
+        return range(index * number, (index + 1) * number)
+
+    def of_block(self, field: Tensor, index: int) -> Tensor:
+        """Return block `index` of a stacked tensor; of experts, all of them."""
+        rows = self.indices(index)
+        return field[rows.start : rows.stop] if self.experts else field[index]
+
     def sums(self, index: int) -> Sums:
-        """Return the buffers that block `index` accumulates into."""
-        return self.stacked.of_block(index)
+        """Return the buffers that block `index` accumulates into; of experts, stacked ones."""
+        return Sums(*(self.of_block(tensor, index) for tensor in self.stacked))
 
     @property
     def tokens(self) -> Tensor:
@@ -109,12 +122,21 @@ class BlockGroup:
             valid=valid,
             shares=torch.where(valid[:, None], shares, self.shares),
             score=torch.where(valid, score, self.score),
+            skipped=self._skipped(valid, tokens),
         )
+
+    def _skipped(self, valid: Tensor, tokens: Tensor) -> Tensor:
+        """Return where an update is missing; an expert without tokens misses none if others of its layer have some."""
+        if not self.experts:
+            return ~valid
+        routed = tokens.view(-1, self.experts).sum(1, keepdim=True).expand(-1, self.experts).reshape(-1)
+        return ~valid & ((tokens > 0) | (routed == 0))
 
     def _permuted(self, seed: int) -> Tensor:
         """Return the channel whose score each channel gets, [n, width]: random by the seed and the block's name."""
         if self._permutations is None:
-            seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in self.names]
+            names = [f"{name}.{e}" for name in self.names for e in range(self.experts)] if self.experts else self.names
+            seeds = [zlib.crc32(f"{seed} {name}".encode()) for name in names]
             drawn = [torch.randperm(self.width, generator=torch.Generator().manual_seed(value)) for value in seeds]
             self._permutations = torch.stack(drawn).to(self.mask.device)
         return self._permutations
@@ -133,7 +155,7 @@ class BlockGroup:
         torch.where(taken[:, None], decision.shares, self.shares, out=self.shares)
         torch.where(taken, decision.score, self.score, out=self.score)
         self.updates += taken
-        self.skipped += stepped & ~valid
+        self.skipped += stepped & (~valid if decision.skipped is None else decision.skipped)
 
     def _totals(self, ranks: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sums over all data-parallel ranks, so that every rank makes the same decision."""
@@ -147,10 +169,11 @@ class BlockGroup:
 
 def group_blocks(blocks: tuple[BlockPlan, ...]) -> tuple[list[BlockGroup], dict[str, tuple[BlockGroup, int]]]:
     """Group the blocks that can be decided together; return the groups, and each block's group and index."""
-    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool], list[str]] = {}
+    kinds: dict[tuple[int, torch.dtype, torch.device, bool, bool, int], list[str]] = {}
     for plan in blocks:
         device, dtype = plan.block.statistics_kind
-        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling)
+        experts = plan.block.experts.number if plan.block.experts else 0
+        kind = (plan.block.width, dtype, device, plan.mask, plan.scaling, experts)
         kinds.setdefault(kind, []).append(plan.block.name)
     groups = [BlockGroup(names, *kind) for kind, names in kinds.items()]
     return groups, {name: (group, i) for group in groups for i, name in enumerate(group.names)}

@@ -6,7 +6,7 @@ As in `kernels.fused.linears`, a call that the fused function would not compute 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
 
 
-def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver]) -> list[Callable[[], None]]:
+def fuse(model: nn.Module, plan: Plan, observers: Sequence[object]) -> list[Callable[[], None]]:
     """Fuse every FFN and every other LoRA linear layer where possible; the functions returned undo it.
 
     `observers` has one entry for each block of the plan.
@@ -33,7 +33,8 @@ def fuse(model: nn.Module, plan: Plan, observers: list[GateObserver]) -> list[Ca
     fused: set[nn.Module] = set()
     for planned, observer in zip(plan.blocks, observers, strict=True):
         host = planned.block.host
-        restore = None if host is None else fuse_ffn(host, planned.block, observer, factors)
+        plain = host is not None and isinstance(observer, GateObserver)
+        restore = fuse_ffn(host, planned.block, observer, factors) if plain else None
         if restore is not None:
             undo.append(restore)
             fused |= {projection.module for projection in planned.block.projections.values()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from nalora.config import PROJECTIONS
 from nalora.control.decision import BlockGroup
@@ -21,6 +22,8 @@ NEUTRAL = dict.fromkeys(("scale_gate", "scale_up", "scale_down", "mask_mean", "k
 # 1 where the control acts, else 0; the mean over blocks is their share.
 ACTS = ("mask_acts", "scaling_acts")
 NAMES = ("p_sup", "p_res", "p_pos", "a", *NEUTRAL, "skipped_updates")
+# The first measures are those of z: regime shares and score.
+_SHARES = 4
 FOLLOWED = {name: f"followed_{name}" for name in NEUTRAL}
 
 
@@ -75,9 +78,22 @@ def _computed(groups: list[BlockGroup]) -> dict[str, dict[str, float]]:
             group.stability,
             group.skipped.to(dtype),
         ]
-        for name, row in zip(group.names, torch.stack(columns, dim=1).cpu().double().tolist(), strict=True):
+        values = torch.stack(columns, dim=1)
+        if group.experts:
+            values = _over_experts(values.view(len(group.names), group.experts, -1), group.updates > 0)
+        for name, row in zip(group.names, values.cpu().double().tolist(), strict=True):
             state[name] = dict(zip(NAMES, row, strict=True))
     return state
+
+
+def _over_experts(values: Tensor, seen: Tensor) -> Tensor:
+    """Return the means over the experts of each block, of shares and score over those that had tokens so far.
+
+    `values` are [blocks, experts, measures]. Skipped updates are summed.
+    """
+    known = seen.view(*values.shape[:2], 1).to(values)
+    shares = (values[..., :_SHARES] * known).sum(1) / known.sum(1).clamp_min(1)
+    return torch.cat([shares, values[..., _SHARES:-1].mean(1), values[..., -1:].sum(1)], dim=-1)
 
 
 def _of_block(computed: dict[str, float], plan: BlockPlan, *, preserve_mean: bool) -> dict[str, float]:

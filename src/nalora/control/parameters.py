@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nalora.control.apply import BlockFactors, Control
+from nalora.control.apply import BlockFactors, Control, factors_of_experts
 from nalora.control.decision import BlockGroup, Decision
 from nalora.control.peft_layers import Adapter, active_adapters, all_adapters
 from nalora.control.plan import BlockPlan, Plan
@@ -54,20 +54,23 @@ def controlled_parameters(plan: Plan) -> list[nn.Parameter]:
 class _Batch(NamedTuple):
     """Parameters of one role and shape, and the indices of their blocks in the group; None: all of them, in order.
 
-    `rows` are the rows that this process holds of sharded parameters.
+    `rows` are the rows that this process holds of sharded parameters. For the adapters of experts, `experts` is their
+    number and `is_b` whether the parameters are B; the indices are those of all experts.
     """
 
     role: Role
     rows: slice
     parameters: list[nn.Parameter]
     blocks: Tensor | None
+    experts: int = 0
+    is_b: bool = False
 
     def control(self, factors: BlockFactors) -> Control:
         if self.blocks is not None:
             factors = BlockFactors(*(factor[self.blocks] for factor in factors))
         role, parameter = self.role, self.parameters[0]
         if role.factor in ("both", "columns"):
-            values = factors.gate.new_ones(len(self.parameters), role.channels)  # the rows of all processes
+            values = factors.gate.new_ones(len(factors.gate), role.channels)  # the rows of all processes
             values[:, role.gate_rows] = factors.rows if role.factor == "both" else factors.gate[:, None]
             if role.up_rows is not None:
                 values[:, role.up_rows] = factors.up[:, None]
@@ -79,6 +82,8 @@ class _Batch(NamedTuple):
             # The mean over the channels that a column reaches, as for an A of LoRA, whose rows reach all of them.
             columns = values.mean(-1).repeat_interleave(parameter.shape[2] // role.blocks, dim=1)
             values = columns.mT[:, None].expand(-1, role.blocks, -1, -1)
+        if self.experts:
+            values = factors_of_experts(values, self.experts, parameter.shape, is_b=self.is_b)
         if values.dim() > 1:
             values = values[:, self.rows]
         return Control(self.parameters, values[(..., *(None,) * (1 + parameter.dim() - values.dim()))])
@@ -135,19 +140,29 @@ class ControlledParameters:
     def _batches_of(self, group: BlockGroup) -> list[_Batch]:
         if not (group.mask_acts or group.scaling_acts):
             return []
-        batches: dict[tuple[object, ...], tuple[Role, slice, list[nn.Parameter], list[int]]] = {}
+        batches: dict[tuple[object, ...], tuple[Role, slice, bool, list[nn.Parameter], list[int]]] = {}
         for index, name in enumerate(group.names):
+            bs = {
+                id(adapter.b) for p in self._plans[name].block.projections.values() for adapter in self._known[p.module]
+            }
             for parameter, role in controlled(self._plans[name]):
-                rows = own_rows(parameter)
+                rows, is_b = own_rows(parameter), bool(group.experts) and id(parameter) in bs
                 # By repr, since a slice has no hash before Python 3.12.
-                kind = (repr(role), repr(rows), local(parameter).shape, parameter.dtype, parameter.device)
-                *_, parameters, blocks = batches.setdefault(kind, (role, rows, [], []))
+                kind = (repr(role), repr(rows), is_b, local(parameter).shape, parameter.dtype, parameter.device)
+                *_, parameters, blocks = batches.setdefault(kind, (role, rows, is_b, [], []))
                 parameters.append(parameter)
-                blocks.append(index)
-        everyone = list(range(len(group.names)))
+                blocks += group.indices(index)
+        everyone = list(range(len(group.mask)))
         return [
-            _Batch(role, rows, same, None if blocks == everyone else group.mask.new_tensor(blocks, dtype=torch.long))
-            for role, rows, same, blocks in batches.values()
+            _Batch(
+                role,
+                rows,
+                same,
+                None if blocks == everyone else group.mask.new_tensor(blocks, dtype=torch.long),
+                group.experts,
+                is_b,
+            )
+            for role, rows, is_b, same, blocks in batches.values()
         ]
 
 

@@ -77,6 +77,7 @@ class Plan:
                 f"{role} {_tail(p.name)}{_rows(p.rows)}{'' if p.adapted else ' (no adapter)'}"
                 for role, p in block.projections.items()
             )
+            parts += f", in each of {block.experts.number} experts" if block.experts else ""
             lower, upper = planned.thresholds
             features = (
                 re.sub(r"\.\d+\b", ".*", block.name),
@@ -125,7 +126,7 @@ def make_plan(found: Discovery, config: NALoRAConfig, kernels: str = "auto") -> 
     Raises:
         NALoRAError: no block, or controls are switched on and none of them can act on any block.
     """
-    channels = sum(block.width for block in found.blocks)
+    channels = sum(block.width for block in found.blocks if not block.experts)
     blocks = tuple(_plan_block(block, config, kernels, channels) for block in found.blocks)
     if not blocks:
         raise _nothing_to_control(found)
@@ -170,6 +171,8 @@ def _plan_block(block: FFNBlock, config: NALoRAConfig, kernels: str, channels: i
     )
     # Without two points, the shares are those on either side of the hard gate at zero.
     thresholds = (points[0], points[1]) if points else (0.0, 0.0)
+    # The tokens of one expert are few, for which compiled kernels do not pay off; see `kernels.statistics.by_expert`.
+    kernels = "off" if block.experts else kernels
     engine = choose(block.activation, *block.statistics_kind, kernels=kernels, channels=channels)
     return BlockPlan(block, thresholds, mask_off, scaling_off, engine)
 
@@ -199,8 +202,12 @@ def _nothing_to_control(found: Discovery) -> NALoRAError:
     elif found.bare:
         fix = f"add the FFN projections to target_modules: {', '.join(found.bare)}"
     elif found.experts:
-        seen += f"; the FFNs of this model are experts in one parameter ({found.experts})"
-        fix = "train this model with plain LoRA (method: lora in a run file): NA-LoRA cannot control experts"
+        seen += "; the FFNs of this model are experts, whose parameters have no adapter"
+        parameters = ", ".join(f'"{name}"' for name in found.experts)
+        fix = f"set target_parameters=[{parameters}] in peft.LoraConfig (target_parameters in a run file)"
+    elif found.other_experts:
+        seen += f"; the FFNs of this model are experts in one parameter ({found.other_experts})"
+        fix = "train this model with plain LoRA (method: lora in a run file): NA-LoRA cannot control these experts"
     else:
         seen += "; no layer of this model is in an FFN of a form that nalora recognises"
         fix = (

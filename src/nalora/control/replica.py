@@ -89,7 +89,7 @@ class Replica:
         self.residual = residual
         self.device = _device_of(module)
         self.stand_ins = {linear: _StandIn(sizes) for linear, sizes in linears.items()}
-        self.module = _copy_without_linears(module, self.stand_ins, self.device)
+        self.module = copy_without_linears(module, self.stand_ins, self.device)
         self.input_size = input_size
 
     @classmethod
@@ -271,7 +271,7 @@ def _other_arguments(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
-def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn], device: torch.device) -> nn.Module:
+def copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn], device: torch.device) -> nn.Module:
     """Return a shallow copy of the module tree in evaluation mode, without hooks, with stand-ins for linear layers."""
     if module in stand_ins:
         return stand_ins[module]
@@ -287,7 +287,7 @@ def _copy_without_linears(module: nn.Module, stand_ins: dict[nn.Module, _StandIn
     for store in ("_parameters", "_buffers"):
         copy.__dict__[store] = {k: _usable(t, device) for k, t in module.__dict__[store].items()}
     copy.__dict__["_modules"] = {
-        name: child if child is None else _copy_without_linears(child, stand_ins, device)
+        name: child if child is None else copy_without_linears(child, stand_ins, device)
         for name, child in module.__dict__["_modules"].items()
     }
     return copy

@@ -36,7 +36,11 @@ class GateSite:
 
 
 def find_sites(model: nn.Module) -> tuple[GateSite, ...]:
-    """Return the FFN blocks of a model in order, found on a copy without weights. Raises NALoRAError if it has none."""
+    """Return the FFN blocks of a model in order, without experts, found on a copy without weights.
+
+    Raises:
+        NALoRAError: the model has none.
+    """
     adapted = _with_all_layers_adapted(model)
     base = base_of(adapted)
     prefix = next((f"{name}." for name, module in adapted.named_modules() if module is base and name), "")
@@ -52,12 +56,13 @@ def find_sites(model: nn.Module) -> tuple[GateSite, ...]:
             up_offset=block.up_offset,
         )
         for block in find_blocks(adapted).blocks
+        if block.experts is None
     )
     if not sites:
         raise NALoRAError(
             type(base_of(model)).__name__,
-            found="no FFN block",
-            expected="a model with an activation between linear layers",
+            found="no FFN block outside of experts",
+            expected="a model with an activation between linear layers: the gates of experts are not diagnosed",
             fix="see `nalora inspect`",
         )
     return sites

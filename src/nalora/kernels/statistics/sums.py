@@ -31,11 +31,12 @@ class Sums(NamedTuple):
     tokens: Tensor
 
     @classmethod
-    def zeros(cls, blocks: int, width: int, dtype: torch.dtype, device: torch.device) -> Sums:
-        """Return the sums of several blocks, stacked along a first dimension."""
+    def zeros(cls, blocks: int, width: int, dtype: torch.dtype, device: torch.device, parts: int | None = None) -> Sums:
+        """Return the sums of several blocks, stacked along a first dimension, in the best number of parts."""
         slots = -(-width // _CHANNELS_PER_SLOT)
-        # About 2,048 programs fill a large GPU: many parts for a narrow block, few for a wide one.
-        parts = min(128, max(8, 4096 // slots)) if device.type == "cuda" else 1
+        if parts is None:
+            # About 2,048 programs fill a large GPU: many parts for a narrow block, few for a wide one.
+            parts = min(128, max(8, 4096 // slots)) if device.type == "cuda" else 1
         return cls(
             torch.zeros(blocks, parts, width, dtype=dtype, device=device),
             torch.zeros(blocks, parts, slots, 2, dtype=torch.int64, device=device),
