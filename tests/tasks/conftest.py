@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from judge_servers import server, transformers_server  # noqa: F401 - fixtures
 
 from nalora.errors import NALoRAError
 from nalora.tasks import sandbox

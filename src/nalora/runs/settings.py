@@ -94,6 +94,8 @@ class Run:
         """Raise NALoRAError if the evaluation would need a judge and none is named, before anything is loaded."""
         name = self.settings.task
         left_open = _JUDGE in self.task_options and self.task_options[_JUDGE] is None
+        if tasks.is_own_data(name) and "judge" not in (self.task_options.get("measure") or ()):
+            return  # no judge, and its files may be large
         if _JUDGE in tasks.option_types(name) and not left_open:
             tasks.get(name, data_dir=self.settings.data_dir, **self.task_options).refuse_unready()
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError, require
-from nalora.tasks.judge import Judge, Judgements, rating
+from nalora.errors import NALoRAError
+from nalora.tasks.judge import Judge, rating
 from nalora.tasks.sources import field, find_file, holds, jsonl_rows, read_rows, text, texts
 from nalora.tasks.task import Example, Scores, Task, alpaca
 
@@ -69,10 +69,7 @@ class MTBench(Task):
         judgements: str | Path | None = None,
         limit: int | None = 52_000,
     ) -> None:
-        positive = isinstance(judge_timeout, (int, float)) and judge_timeout is not True and judge_timeout > 0
-        require(positive, "judge_timeout", judge_timeout, "a positive number of seconds", "leave it out for 300")
-        record = Judgements(judgements)
-        self.judge = Judge(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
+        self.judge = Judge.of_settings(judge_model, judge_url, judge_tokens, judge_timeout, judgements)
         self.data_dir, self.limit = data_dir, limit
 
     def train_examples(self) -> Sequence[Example]:

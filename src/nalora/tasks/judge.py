@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from nalora.errors import NALoRAError, counted
+from nalora.errors import NALoRAError, counted, require
 from nalora.files.atomic import json_text
 from nalora.tasks import chat_server
 from nalora.tasks.chat_server import masked
@@ -94,6 +94,21 @@ class Judge:
     attempts: int = 4  # how often an answer without a verdict is requested
     wait: float = 1.0  # seconds before the second attempt, doubled before each further one
     timeout: float = 300.0  # time limit in seconds for one answer, all tries of a busy server included
+
+    @classmethod
+    def of_settings(
+        cls,
+        judge_model: str | None,
+        judge_url: str | None,
+        judge_tokens: int,
+        judge_timeout: float,
+        judgements: str | Path | None,
+    ) -> Judge:
+        """Return the judge that the settings of a task describe; raise a NALoRAError for a wrong time limit."""
+        positive = isinstance(judge_timeout, (int, float)) and judge_timeout is not True and judge_timeout > 0
+        require(positive, "judge_timeout", judge_timeout, "a positive number of seconds", "leave it out for 300")
+        record = Judgements(judgements)
+        return cls(judge_model, url=judge_url, record=record, max_tokens=judge_tokens, timeout=judge_timeout)
 
     def check(self) -> None:
         """Raise a NALoRAError if the server does not answer a tiny request with this key and this model."""

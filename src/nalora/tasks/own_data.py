@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from nalora.files import python_files
 from nalora.tasks.data_files import HUB
 from nalora.tasks.data_formats import Reader
 from nalora.tasks.example_rows import ExampleRows, checked_rows, example_key
+from nalora.tasks.judge import Judge
+from nalora.tasks.rated_answers import SYSTEM, grading_prompt, rated
 from nalora.tasks.sources import NoSplitError
 from nalora.tasks.task import Example, ModelKind, Scores, Task
 from nalora.tasks.text_files import Report
@@ -22,6 +25,7 @@ from nalora.tasks.text_measures import MEASURES, matching, suitable
 # Without test data this share of the rows is held out as the test set, but not more rows than that.
 _TEST_SHARE = 0.1
 _MOST_TEST_ROWS = 1_000
+_JUDGE = "judge"
 
 
 class OwnData(Task):
@@ -33,10 +37,15 @@ class OwnData(Task):
         test_share: the share of rows that is held out as the test set (default: a tenth, at most 1,000 rows).
         format: messages, prompt/completion, instruction/output, question/answer or text; recognised by default.
         columns: the file's column for each role of the format, such as ``{question: body, answer: result}``.
-        measure: exact_match, f1, contains, number, choice, regex (with `pattern`), or a list of them; by default those
-            that suit the test answers.
+        measure: exact_match, f1, contains, number, choice, regex (with `pattern`), judge (with `judge_model`), or a
+            list of them; by default those that suit the test answers.
         pattern: the regular expression of the measure regex; its first group is compared.
         score: a Python file with a function ``score(question, expected, output)`` that returns a number from 0 to 1.
+        judge_model: the name of a language model on its server that rates answers from 1 to 10.
+        judge_url: an OpenAI-compatible server; by default OPENAI_BASE_URL, then OpenAI's. The key is OPENAI_API_KEY.
+        judge_tokens: maximum length of the judge's answer; one that is cut off is not a verdict.
+        judge_timeout: time limit in seconds for one answer of the judge.
+        judgements: a JSON-lines file that records the judge's answers, so that a repeated run requests none twice.
         system: a system message for rows that have none.
         max_new_tokens: the longest answer in tokens.
         report: for a progress bar while the files are read; not a setting.
@@ -47,7 +56,7 @@ class OwnData(Task):
 
     name = "FILE"
     title = "your own data: a .jsonl, .json, .csv, .tsv or .parquet file, a folder, or hub:owner/name"
-    measures = tuple(MEASURES)
+    measures = (*MEASURES, "regex", _JUDGE)
     models: tuple[ModelKind, ...] = ("causal", "seq2seq")
 
     def __init__(
@@ -60,6 +69,11 @@ class OwnData(Task):
         measure: str | list[str] | None = None,
         pattern: str | None = None,
         score: str | None = None,
+        judge_model: str | None = None,
+        judge_url: str | None = None,
+        judge_tokens: int = 2048,
+        judge_timeout: float = 300.0,
+        judgements: str | Path | None = None,
         system: str = "",
         max_new_tokens: int = 256,
         report: Report = lambda *progress: None,
@@ -72,8 +86,11 @@ class OwnData(Task):
         self._train = ExampleRows(checked_rows(source, "train", **self._reading), "train", system)
         self._test = self._test_data(source, test, test_share)
         self._score_file = score
+        self.judge = Judge.of_settings(judge_model, judge_url, judge_tokens, judge_timeout, judgements)
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
         self.measures = tuple(self._measures)
+        if _JUDGE in self.measures:
+            self.scoring_threads = 8
         if self.reader.format.name == "text":
             self.models = ("causal",)
 
@@ -110,7 +127,8 @@ class OwnData(Task):
     def content(self, examples: Sequence[Example]) -> list[Any]:
         """Return the content of the examples, and the code of an own measure: other scores are another evaluation."""
         code = [Path(self._score_file).read_text(encoding="utf-8")] if self._score_file else []
-        return [*super().content(examples), *code]
+        prompt = [SYSTEM, grading_prompt(Example("", ""), "")] if _JUDGE in self.measures else []
+        return [*super().content(examples), *code, *prompt]
 
     def validation_split(self, size: int) -> tuple[ExampleRows, ExampleRows]:
         """Return the training set without held-out rows and rows with their questions, and the held-out rows."""
@@ -121,8 +139,19 @@ class OwnData(Task):
         files = {id(rows.checked): rows for rows in (self._train, self._test)}
         return itertools.chain.from_iterable(rows.one_of_each() for rows in files.values())
 
+    def refuse_unready(self) -> None:
+        """Raise a NALoRAError if a judge is to rate the answers and none is named."""
+        if _JUDGE in self.measures and not self.judge.model:
+            raise NALoRAError(
+                "judge_model",
+                found="no judge for measure: judge",
+                expected="the name of a model on the server at OPENAI_BASE_URL (OpenAI by default)",
+                fix="add judge_model=NAME, or judge_model=null to train now and name the judge when evaluating"
+                " (--option judge_model=NAME)",
+            )
+
     def prepare_scoring(self) -> None:
-        """Raise a NALoRAError for texts, which have no questions to answer."""
+        """Raise a NALoRAError for texts, which have no questions to answer, or if the judge does not answer."""
         if self.reader.format.name == "text":
             raise NALoRAError(
                 self.name,
@@ -130,6 +159,8 @@ class OwnData(Task):
                 expected="questions and answers to generate and score",
                 fix="give test data with questions (test: FILE); a study with generate: none reports the loss of texts",
             )
+        if _JUDGE in self.measures:
+            self.judge.check()
 
     def score(self, example: Example, outputs: Sequence[str]) -> Scores:
         """Compare the output with the expected answer by every measure."""
@@ -156,11 +187,14 @@ class OwnData(Task):
             raise wrong_value("pattern", pattern, f"a regular expression ({error})") from error
         require("regex" not in names or pattern is not None, "pattern", None, "a regular expression for measure: regex")
         for name in names:
-            if name not in known:
-                raise unknown_name(f"measure: {name}", "no such measure", name, [*MEASURES, "regex"], "choose one")
+            if name not in (*known, _JUDGE):
+                raise unknown_name(f"measure: {name}", "no such measure", name, type(self).measures, "choose one")
         targets = [self._test[index].target for index in range(min(200, len(self._test)))]
         names = names or (["regex"] if pattern is not None else list(suitable(targets)))
-        return {name: lambda example, output, name=name: known[name](output, example.target) for name in names}
+        chosen: dict[str, Any] = {
+            name: lambda example, output, name=name: known[name](output, example.target) for name in names
+        }
+        return chosen | ({_JUDGE: functools.partial(rated, self.judge)} if _JUDGE in names else {})
 
     @staticmethod
     def _own_measure(file: str) -> dict[str, Any]:
