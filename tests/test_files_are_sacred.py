@@ -51,6 +51,7 @@ MAY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "report --tables": (("out", "out/tables.md", "out/tables.tex"), ()),
     "activations --draw": (("out", "out/silu.png", "out/silu.svg"), ()),
     "study --dry-run": ((), ()),
+    "train --dry-run": ((), ()),
     "inspect": ((), ()),
     "launch": ((), ()),
     "methods": ((), ()), "tasks": ((), ()), "models": ((), ()),
@@ -81,7 +82,7 @@ def command(*arguments: object) -> str:
     """Run a command in this process; its refusal, or nothing."""
     try:
         cli.app([str(each) for each in arguments], standalone_mode=False)
-    except (nalora.NALoRAError, cli.typer.TyperException) as error:
+    except (nalora.NALoRAError, cli.UsageError) as error:
         return str(error)
     return ""
 
@@ -142,6 +143,7 @@ def arguments(name: str, base: str) -> list[str]:
     return {
         "train": ["train", "run.yaml", "output=new"],
         "train --resume": ["train", "run.yaml", "output=run", "--resume"],
+        "train --dry-run": ["train", "run.yaml", "output=new", "--dry-run"],
         "evaluate": ["evaluate", run, "--limit", "1"],
         "evaluate --output": ["evaluate", run, "--limit", "1", "--output", "out", "--no-base"],
         "diagnose": ["diagnose", run, "--probe-size", "2", "--per-channel"],

@@ -11,6 +11,7 @@ import re
 import peft
 import pytest
 import torch
+from installed import EXPERTS
 from small_models import causal_model, tokens
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -119,7 +120,9 @@ def mask_of(z: torch.Tensor, phi) -> torch.Tensor:
     return torch.sigmoid(20 * (k - torch.quantile(k, 0.7)))
 
 
-@pytest.mark.parametrize("model_type", CONTROLLED)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=EXPERTS if re.search("moe|deepseek", name) else ()) for name in CONTROLLED]
+)
 def test_the_gates_of_an_architecture_are_controlled(model_type):
     settings, gates, count, rows, phi = CONTROLLED[model_type]
     model = adapted(causal_model(model_type, **settings))
@@ -178,6 +181,7 @@ DENSE = {
 TARGETS = ["all-linear", r"model\.layers\.0\.mlp\.(gate|up|down)_proj", ["gate_proj", "up_proj", "down_proj"]]
 
 
+@EXPERTS
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 @pytest.mark.parametrize("model_type", DENSE)
 def test_dense_layers_that_peft_passes_over_are_adapted_as_the_plan_says(model_type, targets):
@@ -199,6 +203,7 @@ def test_dense_layers_that_peft_passes_over_are_adapted_as_the_plan_says(model_t
     assert controls(adapted(causal_model(model_type, **settings), names)) == count
 
 
+@EXPERTS
 def test_only_the_layers_of_an_expression_are_adapted():
     settings = CONTROLLED["deepseek_v3"][0]
     for targets, expected in {
@@ -211,6 +216,7 @@ def test_only_the_layers_of_an_expression_are_adapted():
         assert {name.removeprefix("base_model.model.model.") for name in names} == expected
 
 
+@EXPERTS
 def test_half_of_the_experts_parameter_is_refused_with_what_works():
     settings = CONTROLLED["deepseek_v3"][0]
     with pytest.raises(NALoRAError, match="gate_proj without up_proj") as raised:
@@ -220,6 +226,7 @@ def test_half_of_the_experts_parameter_is_refused_with_what_works():
     assert controls(adapted(causal_model("deepseek_v3", **settings), ["o_proj", *other.split(", ")])) == 2
 
 
+@EXPERTS
 def test_a_plan_names_the_layers_that_are_passed_over():
     """Some are controlled, so there is no error; the plan lists the others."""
     settings = CONTROLLED["deepseek_v3"][0]
@@ -240,11 +247,13 @@ def test_attention_alone_is_answered_with_the_names_to_add(model_type):
     assert controls(adapted(causal_model(model_type), [attention, *names.split(", ")])) == 2
 
 
+@EXPERTS
 @pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen3_moe", "flex_olmo", "mellum"])
 def test_experts_that_peft_adapts_with_all_linear_layers_are_controlled(model_type):
     assert controls(adapted(causal_model(model_type))) == 2
 
 
+@EXPERTS
 @pytest.mark.parametrize("model_type", ["gpt_oss", "granitemoe", "phimoe"])
 def test_experts_without_an_adapter_are_answered_with_their_parameters(model_type):
     error = refusal(adapted(causal_model(model_type)))
@@ -257,6 +266,7 @@ def test_experts_without_an_adapter_are_answered_with_their_parameters(model_typ
     assert controls(with_b(LoRA().prepare(causal_model(model_type), adapter, Start()))) == 2
 
 
+@EXPERTS
 def test_experts_of_another_interface_are_reported_as_plain_loras():
     model = adapted(causal_model("jetmoe"))
     error = refusal(model)
@@ -290,6 +300,7 @@ def test_a_norm_inside_the_ffn_is_reported_as_not_recognised():
     assert backward(model) > 0
 
 
+@EXPERTS
 def test_a_layer_below_the_rank_is_answered_with_the_names_of_the_others():
     """Qwen2-MoE's shared_expert_gate has one output."""
     with pytest.raises(NALoRAError, match="shared_expert_gate, a layer of 1 × 32") as raised:
@@ -298,6 +309,7 @@ def test_a_layer_below_the_rank_is_answered_with_the_names_of_the_others():
     assert controls(adapted(causal_model("qwen2_moe"), names.split(", "))) == 2
 
 
+@EXPERTS
 def test_experts_have_no_dropout_and_no_dora():
     settings = CONTROLLED["qwen3_moe"][0]
     with pytest.raises(NALoRAError, match="lora_dropout") as raised:
@@ -309,6 +321,7 @@ def test_experts_have_no_dropout_and_no_dora():
     assert backward(adapted(causal_model("qwen3_moe", **settings), names.split(", "), method=DoRA())) > 0
 
 
+@EXPERTS
 @pytest.mark.parametrize("name", ["gora", "lora-ga", "lora-pro", "pissa"])
 def test_methods_for_linear_layers_alone_say_which_they_are(name):
     """With the layers that are named in place of all of them the method works, dense layers of the model included."""

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from architectures import architecture, dense_gpt_oss
+from installed import EXPERTS
 from torch import nn
 
 import nalora
@@ -21,6 +22,12 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 # name: (blocks, activation, gate, its rows, up, its rows, down)
 HALVES = (slice(0, 56), slice(56, 112))
 ALL = slice(None)
+# transformers has renamed them.
+VIT = (
+    ("fc1", "fc2")
+    if any("fc1" in name for name, _ in architecture("ViT").named_modules())
+    else ("intermediate.dense", "output.dense")
+)
 ARCHITECTURES = {
     **{
         name: (2, "silu", "gate_proj", ALL, "up_proj", ALL, "down_proj")
@@ -36,7 +43,7 @@ ARCHITECTURES = {
     "T5 v1.0": (4, "relu", "wi", ALL, None, None, "wo"),
     "T5 v1.1": (4, "gelu_tanh", "wi_0", ALL, "wi_1", ALL, "wo"),
     "CLIP": (4, "quick_gelu", "fc1", ALL, None, None, "fc2"),
-    "ViT": (2, "gelu", "fc1", ALL, None, None, "fc2"),
+    "ViT": (2, "gelu", VIT[0], ALL, None, None, VIT[1]),
     "BERT": (2, "gelu", "intermediate.dense", ALL, None, None, "output.dense"),
     "GPT-2": (2, "gelu_tanh", "c_fc", ALL, None, None, "mlp.c_proj"),
     "OPT": (2, "relu", "fc1", ALL, None, None, "fc2"),
@@ -212,6 +219,7 @@ def test_gelu_and_relu_regimes():
     assert plan(relu, thresholds=(-1.0, 1.0)).blocks[0].scaling
 
 
+@EXPERTS
 @pytest.mark.filterwarnings("ignore")
 def test_experts_shared_experts_and_routers():
     settings = dict(target_modules="all-linear", target_parameters=["experts.gate_up_proj", "experts.down_proj"])

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from installed import EXPERTS
 
 import nalora
 from nalora.control.inspection import inspect_model
@@ -83,6 +84,7 @@ def test_a_start_that_needs_weights_is_no_obstacle(llama, tmp_path):
     assert len(inspect_model(folder).plan.blocks) == 2
 
 
+@EXPERTS
 @pytest.mark.parametrize("targets", [[], ["mlp.gate_proj", "mlp.down_proj"]])
 def test_dense_layers_of_a_mixture_of_experts_are_in_the_plan(tmp_path, targets):
     """PEFT takes their names for experts; what is inspected is what a run adapts."""

@@ -11,6 +11,7 @@ import tiny
 import torch
 import transformers
 from control.test_controller import BATCHES, train_plain, train_with_nalora
+from installed import GRALORA
 from torch.optim import AdamW
 
 import nalora
@@ -19,6 +20,8 @@ from nalora.control.blocks import find_blocks
 from nalora.control.peft_layers import active_adapters, all_adapters
 from nalora.control.plan import make_plan
 from nalora.control.window import StepWindow
+
+pytestmark = GRALORA
 
 
 def gralora(blocks=2, hybrid=0, **settings):

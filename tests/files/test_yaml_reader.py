@@ -86,6 +86,10 @@ def test_a_byte_order_mark_and_merge_keys_are_fine(tmp_path):
     assert read(file, "", "") == {"base": {"rank": 8}, "other": {"rank": 4}}
 
 
+def test_the_setting_on_is_a_name_and_not_true():
+    assert value("method: na-lora\non: pissa\nmask: on", "here") == {"method": "na-lora", "on": "pissa", "mask": True}
+
+
 _TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 _SCALARS = st.none() | st.booleans() | st.integers() | _TEXTS | st.floats(allow_nan=False)
 _VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(_TEXTS, inner), max_leaves=12)

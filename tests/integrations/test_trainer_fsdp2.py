@@ -19,6 +19,7 @@ from test_trainer import difference, make_trainer, rows
 
 import nalora
 from nalora import NALoRAConfig
+from nalora.models.versions import FSDP2_RESUMES, is_older
 
 CASES = {
     "gradient": {},
@@ -71,7 +72,10 @@ def train(folder, ranks: int, space="gradient", resume=None, steps=None, **fsdp)
 def main(folder: Path) -> None:
     found = {name: train(folder / name, 2, **settings) for name, settings in CASES.items()}
     found["saving"] = train(folder / "saving", 2, steps=3, **SAVED)
-    found["resumed"] = train(folder / "resumed", 2, resume=str(folder / "saving" / "checkpoint-3"), **SAVED)
+    try:
+        found["resumed"] = train(folder / "resumed", 2, resume=str(folder / "saving" / "checkpoint-3"), **SAVED)
+    except nalora.NALoRAError as error:
+        found["refusal"] = str(error)
     torch.save(found, folder / f"rank-{os.environ['RANK']}.pt")
 
 
@@ -89,8 +93,11 @@ def test_two_ranks_are_one(name, launched, tmp_path):
     assert difference(train(tmp_path, 1, CASES[name].get("space", "gradient")), first) < 1e-9
 
 
-def test_a_resumed_run_ends_where_the_whole_one_did(launched):
+def test_a_resumed_run_ends_where_the_whole_one_did_or_is_refused(launched):
     for found in launched:
+        if is_older("accelerate", FSDP2_RESUMES):
+            assert "accelerate 1.13 or later" in found["refusal"]
+            continue
         assert difference(found["saving"], found["resumed"]) < 1e-12
 
 

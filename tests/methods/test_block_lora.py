@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from installed import GRALORA
 from methods.small import llama, tokens
 
 import nalora
@@ -56,6 +57,7 @@ def gralora_of(model, blocks):
     return twin
 
 
+@GRALORA
 @pytest.mark.parametrize("blocks", [2, 4])
 def test_it_computes_what_gralora_computes(blocks):
     model = prepared(blocks)

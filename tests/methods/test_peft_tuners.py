@@ -7,6 +7,7 @@ import dataclasses
 import peft
 import pytest
 import torch
+from installed import GRALORA, needs
 from methods.small import llama, tokens
 
 import nalora
@@ -19,10 +20,10 @@ from nalora.runs.settings import RunSettings, check
 @pytest.mark.parametrize(
     ("tuner", "settings"),
     [
-        ("gralora", {"gralora_k": 2}),
+        pytest.param("gralora", {"gralora_k": 2}, marks=GRALORA),
         ("loha", {}),
         ("lokr", {}),
-        ("hira", {}),
+        pytest.param("hira", {}, marks=needs("peft", "0.20")),
         ("vera", {}),
         ("lora", {"use_rslora": True}),
         ("ia3", {"feedforward_modules": ["down_proj"]}),
@@ -51,6 +52,7 @@ def test_a_tuner_trains_and_stock_peft_loads_it(tmp_path, tuner, settings):
         assert found == (set(value) if isinstance(value, list) else value)
 
 
+@GRALORA
 def test_the_runs_rank_alpha_and_dropout_are_the_tuners():
     method = methods.get("peft/gralora").build(gralora_k=4)
     config = method.config(Adapter(rank=8, alpha=16.0, dropout=0.1, target_modules=["q_proj"]))
@@ -60,6 +62,7 @@ def test_the_runs_rank_alpha_and_dropout_are_the_tuners():
     assert (plain.r, plain.lora_alpha) == (4, 12)
 
 
+@GRALORA
 def test_the_same_seed_is_the_same_start():
     drawn = [
         methods.get("peft/gralora")().prepare(llama(), Adapter(rank=4), Start(seed=seed)).state_dict()
@@ -70,6 +73,7 @@ def test_the_same_seed_is_the_same_start():
     assert not torch.equal(drawn[0][name], drawn[2][name])
 
 
+@GRALORA
 def test_a_runs_file_takes_the_fields_and_refuses_others():
     run = check({"model": "m", "task": "gsm8k", "method": "peft/gralora", "gralora_k": 4, "rank": 8})
     assert run.to_dict()["gralora_k"] == 4
@@ -89,13 +93,14 @@ def test_every_tuner_has_settings_that_no_run_has_already(tuner):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("peft/gralor", "gralora"), ("peft/adalora", "method: adalora"), ("peft/p_tuning", "no tuner of PEFT")],
+    [("peft/randlor", "randlora"), ("peft/adalora", "method: adalora"), ("peft/p_tuning", "virtual tokens")],
 )
 def test_an_unknown_tuner_is_refused_with_what_was_probably_meant(name, words):
     with pytest.raises(nalora.NALoRAError, match=words):
         methods.get(name)
 
 
+@GRALORA
 def test_pefts_own_refusal_is_passed_on_in_one_sentence():
     with pytest.raises(nalora.NALoRAError, match="divisible by gralora_k.*change the setting that PEFT names"):
         methods.get("peft/gralora")(gralora_k=3).prepare(llama(), Adapter(rank=4), Start())

@@ -15,12 +15,16 @@ import pytest
 import torch
 import transformers
 from gguf_files import SPECIAL, write_llama
+from installed import needs
 
 import nalora
 from nalora.control.inspection import inspect_model
 from nalora.models import gguf_cache
 from nalora.models.gguf_cache import dense_folder
 from nalora.models.loading import ModelSpec, load, local_source
+from nalora.models.versions import GGUF_TOKENIZERS
+
+pytestmark = needs("transformers", GGUF_TOKENIZERS)
 
 
 @pytest.fixture(autouse=True)

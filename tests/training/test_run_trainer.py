@@ -15,7 +15,7 @@ from torch import nn
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.runs.settings import check
 from nalora.training.run import train
-from nalora.training.run_trainer import divides_by_items, share_of_step
+from nalora.training.run_trainer import RunTrainer, divides_by_items, share_of_step
 
 SMALL = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=30)
 
@@ -82,6 +82,20 @@ def test_the_shares_of_passes_add_up_to_the_mean_of_all(passes, seed):
     expected.backward()
     torch.testing.assert_close(sum(shares), expected)
     torch.testing.assert_close(found, joined.grad)
+
+
+@pytest.mark.parametrize("micro", [4, 2])
+def test_the_loss_is_the_mean_over_predicted_labels_where_every_token_has_one(tmp_path, micro):
+    """Nothing predicts the first token of a row, which Trainer counted before transformers 5.10."""
+    model, ids = llama(), torch.randint(3, 30, (4, 6))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=micro, gradient_accumulation_steps=4 // micro, max_steps=1,
+        logging_steps=1, learning_rate=0.0, use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = RunTrainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", [{"method": "lora"}, {"method": "adalora"}, {"method": "na-lora"}])

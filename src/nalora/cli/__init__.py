@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nalora import __version__
 from nalora.cli import data, diagnosing, failures, inspecting, launching, listing, reporting, runs, studying
+
+# The base of Typer's errors about the command line: click's ClickException before Typer 0.26, a copy of it in 0.26 and
+# typer.TyperException since 0.27.
+UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__base__ is Exception)
 
 # The exit code that shells report for SIGPIPE: the reader of the output has ended.
 _BROKEN_PIPE = 128 + 13
@@ -27,7 +31,7 @@ def main() -> None:
     """Run the command line; a mistake of the user is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(prog_name="nalora", standalone_mode=False)
-    except typer.TyperException as error:
+    except UsageError as error:
         code = _refuse(error.format_message())
     except BrokenPipeError:  # as in `nalora recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

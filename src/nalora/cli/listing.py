@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import re
 import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from nalora.cli.screen import console, hush_libraries, table
 from nalora.errors import NALoRAError, did_you_mean, shortened
 from nalora.runs import packaged
 
+# An argument in a docstring, with the indented lines that continue it.
+_ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
-def methods() -> None:
-    """List the training methods with their cost relative to LoRA."""
-    hush_libraries()  # PEFT imports bitsandbytes, which warns about kernels that the list does not need
+
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="List the settings of this method: `nalora methods peft/gralora`.")
+    ] = None,
+) -> None:
+    """List the training methods with their cost relative to LoRA and the tuners of PEFT, or the settings of one."""
     from nalora import methods
-    from nalora.methods.peft_tuners import PREFIX, tuners
+    from nalora.methods.peft_registry import PREFIX, described
 
+    if name is not None:
+        _print_settings(name)
+        return
     rows = table("method", "description", "reference", "step", "memory", "start, s")
     for name in methods.names():
         method = methods.get(name)
@@ -25,13 +38,36 @@ def methods() -> None:
         cells = (f"{cost['step']:.2f} ×", f"{cost['memory']:.2f} ×", f"{cost['start_s']:.0f}") if cost else ("", "", "")
         rows.add_row(name, method.title, method.reference, *cells)
     console().print(rows)
+    tuners = table("tuner of PEFT", "what is trained", "configuration")
+    for tuner, (description, configuration) in described().items():
+        tuners.add_row(f"{PREFIX}{tuner}", description, configuration)
+    console().print(tuners)
     console().print(
         "Step time and peak memory are relative to LoRA, measured on an H200 at Llama-3.1-8B shapes: docs/methods.md.\n"
-        f"{PREFIX}TUNER trains with one of PEFT's tuners; the fields of its configuration are settings: "
-        f"{', '.join(sorted(tuners()))}.\n"
+        "`nalora methods NAME` lists the settings of a method; a tuner's are the fields of its configuration in PEFT.\n"
         "You can write your own method as a Python file: docs/extending.md.",
         highlight=False,
     )
+
+
+def _print_settings(name: str) -> None:
+    """Print a line for each setting that a method has in addition to those of every run."""
+    hush_libraries()  # PEFT imports bitsandbytes, which warns about kernels that the list does not need
+    from nalora import methods
+    from nalora.runs.values import described_type
+
+    method = methods.get(name)
+    # PEFT's fields have a help text, and the classes here an entry in their docstring.
+    texts = dict(_ARGUMENT.findall(inspect.getdoc(method) or ""))
+    texts |= {field.name: text for field in dataclasses.fields(method) if (text := field.metadata.get("help"))}
+    defaults = method.build().defaults()
+    rows = table("setting", "type", "default", "description")
+    for setting, kind in method.options({}).items():
+        default = defaults.get(setting)
+        shown = "" if default is None or default is dataclasses.MISSING else str(default)
+        rows.add_row(*map(escape, (setting, described_type(kind), shown, " ".join(texts.get(setting, "").split()))))
+    console().print(f"{escape(name)}: {escape(method.title)}, {escape(method.reference)}", highlight=False)
+    console().print(rows if rows.row_count else "It has no settings but those of every run.")
 
 
 def tasks() -> None:

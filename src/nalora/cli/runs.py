@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from nalora.cli.preview import preview
 from nalora.cli.screen import INTERRUPTED, DataDir, Device, TakeOver, Trust, console, hush_libraries, table
 from nalora.errors import counted
 from nalora.runs.progress import bars
@@ -27,12 +28,24 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in its folder.")] = False,
     take_over: TakeOver = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print data, parameters, memory, disk space and problems; train nothing.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: also train four steps, to measure time and memory.")
+    ] = False,
 ) -> None:
-    """Train one run and save an ordinary PEFT adapter. Ctrl-C stops it, --resume continues it."""
+    """Train one run and save an ordinary PEFT adapter. Ctrl-C stops it, --resume continues it.
+
+    `nalora train laptop --dry-run` shows what would be trained on, and what it would need.
+    """
     hush_libraries()
     from nalora.runs.settings import read
 
     described = read(run, settings or [])
+    if dry_run or measure:
+        preview(console(), described, resume=resume, measured=measure)
+        return
     if not resume:
         described.refuse_unready()
     from nalora.distributed.processes import is_first_process

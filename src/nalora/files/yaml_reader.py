@@ -18,6 +18,7 @@ MOST_LEVELS = 32
 MOST_VALUES = 100_000
 # The tag of <<, whose settings are meant to be overwritten.
 _MERGE = "tag:yaml.org,2002:merge"
+_BOOL, _TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 # PyYAML raises these for values of the right form: dates that no calendar has, `!!int ""`, `!!bool maybe`.
 _WRONG_VALUES = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
 
@@ -123,6 +124,9 @@ def _measure(node: Any, where: str, sizes: dict[int, tuple[int, int] | None], re
                 fix="remove the escape (\\0, \\ud800 … \\udfff)",
             )
     elif node.id == "mapping":
+        for key, _ in node.value:
+            if key.tag == _BOOL:  # YAML 1.1 reads the setting `on:` as true
+                key.tag = _TEXT
         repeated += _repeated_keys(node)
         children = [child for pair in node.value for child in pair]
     measured = [_measure(child, where, sizes, repeated) for child in children]

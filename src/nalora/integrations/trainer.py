@@ -20,6 +20,7 @@ from nalora.control.controller import NALoRAController
 from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError, refuse_first
+from nalora.models.versions import require_fsdp2_resume
 
 METRIC_PREFIX = "nalora/"
 
@@ -168,4 +169,6 @@ class _Binding(TrainerCallback):  # type: ignore[misc]
 
     def _resume(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            if self.trainer.is_fsdp_enabled:
+                require_fsdp2_resume(checkpoint)
             self.controller.load(checkpoint)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.files import python_files
-from nalora.methods import peft_tuners
+from nalora.methods import peft_registry, peft_tuners
 from nalora.methods.method import Adapter, Method, Start
 
 __all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
@@ -34,7 +34,7 @@ def get(name: str) -> type[Method]:
     if python_files.split(name):
         method: type[Method] = python_files.entry("method", name, "METHODS")
         return method
-    if name.startswith(peft_tuners.PREFIX):
+    if name.startswith(peft_registry.PREFIX):
         return peft_tuners.method_of(name)
     if name not in _known():
         raise NALoRAError(

@@ -11,17 +11,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from nalora.config import PROJECTIONS
-from nalora.control.recorded import RecordedBlock, applied_row, recorded_block
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Start, check_positive
 from nalora.methods.optimizers import named_optimizer
+
+if TYPE_CHECKING:
+    from nalora.control.recorded import RecordedBlock
 
 # Each factor's name in a run's metrics by its setting.
 _FACTORS = {f"{name}_scale": f"scale_{name}" for name in PROJECTIONS} | {"mask_mean": "mask_mean"}
@@ -156,6 +158,8 @@ def _applied_in_0_1(
     folder: Path, logged: Sequence[Mapping[str, Any]], observed: Sequence[Mapping[str, float]]
 ) -> list[dict[str, float]]:
     """Return what 0.1 applied: it logged observed values; its settings and activations show which were applied."""
+    from nalora.control.recorded import applied_row  # imports PEFT, which `nalora methods` need not wait for
+
     blocks = _recorded_blocks(folder)
     if blocks is None:
         raise NALoRAError(
@@ -184,6 +188,8 @@ def _applied_in_0_1(
 
 def _recorded_blocks(folder: Path) -> list[RecordedBlock] | None:
     import yaml
+
+    from nalora.control.recorded import recorded_block
 
     try:
         settings = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from nalora.config import PAPER_ARGUMENTS, Kernels, NALoRAConfig, types_in_files
 from nalora.errors import NALoRAError
 from nalora.methods.lora import LoRA
 from nalora.methods.method import Adapter, Method, Start
-from nalora.methods.peft_tuners import PREFIX
+from nalora.methods.peft_registry import PREFIX
 from nalora.models.peft_names import CONTROLLED
 
 

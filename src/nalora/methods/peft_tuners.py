@@ -13,20 +13,13 @@ from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.methods.method import Adapter, Method, Start
+from nalora.methods.peft_registry import PREFIX, UNSUPPORTED, registered
+from nalora.models import versions
 from nalora.models.peft_names import ADAPTER, CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
-PREFIX = "peft/"
 # Fields that the run's own settings determine for every tuner.
 _OF_THE_RUN = {"r", "alpha", "lora_alpha", "target_modules"}
-_UNSUPPORTED = {
-    "adalora": "method: adalora, which also calls PEFT's rank allocation at every step",
-    "xlora": "a tuner that mixes trained adapters is not trained from a run's file",
-    "adaption_prompt": "method: lora; prompts inside attention are not a change of linear layers",
-    "poly": "method: peft/lora; Poly routes by task ids, which no run has",
-    "shadow": "method: peft/lora; Shadow replaces the model's forward pass, which the Trainer calls otherwise",
-    "trainable_tokens": "method: full; it trains rows of the embedding, which no run names",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +98,7 @@ def tuners() -> dict[str, Any]:
     return {
         name: config
         for name, config in classes.items()
-        if not issubclass(config, peft.PromptLearningConfig) and name not in _UNSUPPORTED
+        if not issubclass(config, peft.PromptLearningConfig) and name not in UNSUPPORTED
     }
 
 
@@ -114,12 +107,14 @@ def method_of(name: str) -> type[Method]:
     """Return the method ``peft/TUNER``. Raises NALoRAError if PEFT has no such tuner or it is not supported."""
     tuner = name.removeprefix(PREFIX)
     if tuner not in tuners():
+        if tuner in versions.TUNERS:
+            versions.require("peft", versions.TUNERS[tuner], where=f"method {name!r}", what="have this tuner")
         known = sorted(tuners())
         raise NALoRAError(
             f"method {name!r}",
-            found="no tuner of PEFT that a run can train",
+            found=f"{'a' if tuner in registered() else 'no'} tuner of PEFT that no run can train",
             expected=f"one of {', '.join(known)}",
-            fix=_UNSUPPORTED.get(tuner) or did_you_mean(tuner, known, "see PEFT's documentation"),
+            fix=UNSUPPORTED.get(tuner) or did_you_mean(tuner, known, "see `nalora methods`"),
         )
     config = tuners()[tuner]
     title = config.__name__.removesuffix("Config")
@@ -153,9 +148,10 @@ def _fields(config: Any, tuner: str) -> list[tuple[str, Any, Any]]:
         if field.name in skipped or not field.init or not _is_plain(hints[field.name]):
             continue
         if field.default is not dataclasses.MISSING:
-            fields.append((field.name, hints[field.name], dataclasses.field(default=field.default)))
+            default = dataclasses.field(default=field.default, metadata=field.metadata)
+            fields.append((field.name, hints[field.name], default))
         elif field.default_factory is not dataclasses.MISSING:
-            default = dataclasses.field(default_factory=field.default_factory)
+            default = dataclasses.field(default_factory=field.default_factory, metadata=field.metadata)
             fields.append((field.name, hints[field.name], default))
     return fields
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from nalora.errors import NALoRAError, first_line, missing_package, reason
 from nalora.files import atomic, cache_folder
+from nalora.models import versions
 from nalora.models.file_digest import digest_of_file
 from nalora.models.gguf_header import Header, read_header
 from nalora.models.gguf_tokenizer import apply_header, check_tokenizer
@@ -47,6 +48,9 @@ def dense_folder(gguf: Path) -> Path:
         NALoRAError: the file does not exist or is truncated, transformers cannot read its architecture, the disk is
             full, or the package `gguf` is missing.
     """
+    what = "keep a GGUF file's rule for BOS and EOS when it saves the tokenizer"
+    otherwise = "use the model's folder or hub id"
+    versions.require("transformers", versions.GGUF_TOKENIZERS, where=str(gguf), what=what, otherwise=otherwise)
     header, folder = _header_and_folder(gguf)
     if _is_complete(folder):
         return folder

@@ -104,6 +104,29 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
     return Loaded(model.eval(), processor, spec)
 
 
+def load_skeleton(spec: ModelSpec) -> Loaded:
+    """Return the model on the meta device, with its shapes and without its weights, and its tokenizer or processor.
+
+    Raises NALoRAError as `load` does.
+    """
+    import transformers
+
+    dtype = getattr(torch, spec.dtype or default_dtype(resolve_device(spec.device)))
+    source, extra = _source(spec)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **extra)
+        check_generates_text(spec.name, spec.kind, config)
+        auto = getattr(transformers, _AUTO_CLASSES[spec.kind])
+        with torch.device("meta"):
+            if hasattr(auto, "from_config"):
+                model = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+            else:
+                model = auto(config).to(dtype)
+        return Loaded(model.eval(), _processor(spec, source, extra), spec)
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loaded(spec, error) from error
+
+
 def load_processor(spec: ModelSpec, saved: Path | None = None) -> Any:
     """Load the tokenizer or processor alone: from the folder `saved` if it has one, else the model's.
 

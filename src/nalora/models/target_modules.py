@@ -17,9 +17,15 @@ import torch
 from torch import nn
 
 from nalora.errors import NALoRAError, did_you_mean, first_line
+from nalora.models import versions
 
 # The expert parameter that holds gate and up, so that one cannot be adapted without the other.
 _GATE_AND_UP = "gate_up_proj"
+# Names of the layers of one expert, each with the parameter that holds all experts: what a target may mean.
+_LAYERS_OF_EXPERTS = {
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), _GATE_AND_UP),
+    **dict.fromkeys(("down_proj", "w2"), "down_proj"),
+}
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -89,6 +95,8 @@ def resolve_targets(config: Any, model: nn.Module) -> None:
         NALoRAError: no layer or parameter has one of the names, or one half of a fused expert parameter is named.
     """
     targets = getattr(config, "target_modules", None)
+    if targets and config.peft_type == "LORA":
+        _require_experts(model, targets)
     _check_parameters(model, getattr(config, "target_parameters", None) or ())
     if targets == "all-linear" and hasattr(config, "exclude_modules"):
         # Some routers subclass nn.Linear but return a tuple (Phi-MoE, Llama 4): with an adapter they would raise.
@@ -126,6 +134,20 @@ def resolve_targets(config: Any, model: nn.Module) -> None:
         pattern = rf".*\.{_GATE_AND_UP}"
         config.rank_pattern = {pattern: 2 * config.r, **(config.rank_pattern or {})}
         config.alpha_pattern = {pattern: 2 * config.lora_alpha, **(config.alpha_pattern or {})}
+
+
+def _require_experts(model: nn.Module, targets: Any) -> None:
+    """Refuse targets that a newer PEFT would take for experts: this one would leave the experts without an adapter."""
+    is_target = _matcher(_LAYERS_OF_EXPERTS if targets == "all-linear" else targets)
+    if any(_targeted_experts(model, _LAYERS_OF_EXPERTS, is_target)):
+        others = _without(linear_names(model), set(_LAYERS_OF_EXPERTS))
+        versions.require(
+            "peft",
+            versions.EXPERTS_BY_NAME,
+            where=f"target_modules: {targets if isinstance(targets, str) else sorted(targets)}",
+            what="adapt experts by the names of their layers",
+            otherwise=f"name layers outside the experts: {others}",
+        )
 
 
 def _check_names(model: nn.Module, targets: list[str]) -> None:

@@ -21,7 +21,7 @@ from nalora.runs.token_rows import MOST_STORED, DerivedRows, Row, StoredRows, pa
 from nalora.tasks import Example
 
 # Rows between two reports of progress, about 0.1 s.
-_REPORTED_ROWS = 500
+REPORTED_ROWS = 500
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def refuse_unusable_turns(conversations: Iterable[tuple[str, int, Example]], enc
         encoder: has the chat template. Templates that refuse a conversation nearly always do so by its roles.
     """
     for where, count, example in conversations:
-        with _naming(where, f" ({counted(count, 'row')} with these turns)" if count > 1 else ""):
+        with naming_row(where, f" ({counted(count, 'row')} with these turns)" if count > 1 else ""):
             encoder.row(example)
 
 
 @contextlib.contextmanager
-def _naming(where: str | None, more: str = "") -> Iterator[None]:
+def naming_row(where: str | None, more: str = "") -> Iterator[None]:
     """Name the row in an error about its encoding."""
     try:
         yield
@@ -164,11 +164,11 @@ def encode(
     for index, example in enumerate(examples):
         if limit is not None and len(indices) == limit:
             break
-        if index % _REPORTED_ROWS == 0:
+        if index % REPORTED_ROWS == 0:
             report("tokenising", index, len(examples))
-        with _naming(where(index)):
+        with naming_row(where(index)):
             row = encoder.row(example)
-        if max(map(len, row.values())) > max_length:
+        if length_of(row) > max_length:
             row = _truncated(row, max_length, encoder)
             # A row that is truncated inside its prompt has no target left to train on.
             if overlong == "drop" or all(label == IGNORED_LABEL for label in row["labels"]):
@@ -177,7 +177,7 @@ def encode(
             truncated += 1
         indices.append(index)
         lengths.append(len(row["input_ids"]))
-        longest = max(longest, *map(len, row.values()))
+        longest = max(longest, length_of(row))
         target_tokens += _targets(row, packing)
         if stored is not None:
             stored.append(row)
@@ -194,6 +194,11 @@ def encode(
     )
     rows = packed_rows(rows, lengths, max_length, join) if packing else rows
     return TrainingRows(rows, len(indices), dropped, truncated, longest, target_tokens)
+
+
+def length_of(row: Row) -> int:
+    """Return the number of tokens that `max_length` limits: of the longer side for an encoder-decoder."""
+    return max(map(len, row.values()))
 
 
 def _targets(row: Row, packing: bool) -> int:

@@ -62,11 +62,16 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
         if _is_mapping(choice) and isinstance(value, dict):
             kind = arguments[1] if arguments else Any
             return {name: converted(f"{key}.{name}", item, kind, problems) for name, item in value.items()}
-    expected = " or ".join(map(_description, choices))
+    expected = described_type(hint)
     if int in choices and is_int:
         expected += f" of at most {_LARGEST}"
     problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
     return value
+
+
+def described_type(hint: Any) -> str:
+    """Return a setting's type in words."""
+    return " or ".join(map(_description, _choices(hint)))
 
 
 def takes_mapping(hint: Any) -> bool:

@@ -20,6 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from nalora.control.tokens import IGNORED_LABEL
+from nalora.models.versions import counts_first_labels, require_fsdp2_resume
 from nalora.training.batches import FilledBatches
 
 
@@ -34,6 +35,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         inner = unwrap_peft_model(self.accelerator.unwrap_model(self.model))
         self.weights_passes = not divides_by_items(inner)
+        self._leaves_first_labels = counts_first_labels(inner)
         # In both cases the labels of a step are counted, and the losses of its passes add up to the step's.
         self.model_accepts_loss_kwargs = True
 
@@ -44,9 +46,22 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         if not self.weights_passes or num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outputs = model(**inputs)
-        labels = inputs["labels"][..., 1:] if getattr(self, "_loss_shifts_labels", False) else inputs["labels"]
+        shifted = self._leaves_first_labels or getattr(self, "_loss_shifts_labels", False)
+        labels = inputs["labels"][..., 1:] if shifted else inputs["labels"]
         loss = share_of_step(outputs["loss"], labels, num_items_in_batch) * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count the labels of a step that its loss counts."""
+        if self._leaves_first_labels:
+            batch_samples = [{**batch, "labels": batch["labels"][..., 1:]} for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint. Raises NALoRAError if Accelerate would load other adapters than were saved."""
+        if self.is_fsdp_enabled:
+            require_fsdp2_resume(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def get_train_dataloader(self) -> Any:
         """Return Accelerate's loader, with `FilledBatches` if the collator accepts None."""

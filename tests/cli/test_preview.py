@@ -1,0 +1,59 @@
+"""`nalora train --dry-run` as a user types it."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.saved_llama(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def recipe(tmp_path, base):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {base}\ntask: gym/chain_sum\ntrain_size: 20\ntest_size: 8\nsteps: 10\nbatch_size: 4\ndevice: cpu\n"
+        f"output: {tmp_path / 'run'}\nmethod: na-lora\non: peft/gralora\n"
+    )
+    return file
+
+
+def test_it_prints_what_would_be_trained_and_trains_nothing(run, recipe, tmp_path):
+    code, out, _ = run("train", recipe, "--dry-run")
+    assert code == 0, out
+    for part in (
+        "20 examples in 20 rows", "tokens per row on average", "10 of 4 rows", "2 times the data", "trained,", "% of",
+        "weights", "gradients", "optimizer state", "activations", "an estimate", "add --measure", "adapter",
+        "checkpoints", "are free", "NA-LoRA plan: 2 FFN block(s)", "Nothing was trained",
+    ):  # fmt: skip
+        assert part in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
+
+
+def test_measured_steps_give_the_time_and_the_peak(run, recipe, tmp_path):
+    code, out, _ = run("train", recipe, "--dry-run", "--measure")
+    assert code == 0, out
+    assert "s per step" in out
+    assert "4 steps measured on this machine" in out
+    assert "the process's peak" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
+
+
+def test_what_would_stop_the_run_is_named(run, recipe, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("mine")
+    code, out, _ = run("train", recipe, "max_length=3", "--dry-run")
+    assert code == 2
+    assert out.count("Problem: ") == 2
+    assert "none of at most 3 tokens" in out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_a_missing_judge_is_a_problem(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    code, out, _ = run("train", recipe, "task=mt-bench", "train_size=", "test_size=", "steps=2", "--dry-run")
+    assert code == 2
+    assert "judge" in out
