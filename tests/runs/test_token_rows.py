@@ -26,6 +26,7 @@ def test_stored_rows_are_those_that_were_added(rows):
     assert len(stored) == len(rows)
     assert [stored[index] for index in range(len(rows))] == rows == stored[:]
     assert stored[-1] == rows[-1]
+    assert stored.lengths == [len(row["input_ids"]) for row in rows]
     assert stored.tokens == sum(len(ids) for row in rows for ids in row.values())
     with pytest.raises(IndexError):
         stored[len(rows)]
@@ -33,11 +34,12 @@ def test_stored_rows_are_those_that_were_added(rows):
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12))
 def test_packed_rows_hold_every_row_once_and_in_order(lengths):
-    rows = DerivedRows(len(lengths), lambda index: {"input_ids": [index] * lengths[index]})
+    rows = DerivedRows(lengths, lambda index: {"input_ids": [index] * lengths[index]})
     packed = packed_rows(
         rows, lengths, 6, lambda parts: {"input_ids": [i for part in parts for i in part["input_ids"]]}
     )
     assert all(len(row["input_ids"]) <= 6 for row in packed[:])
+    assert packed.lengths.tolist() == [len(row["input_ids"]) for row in packed[:]]
     assert [i for row in packed[:] for i in row["input_ids"]] == [i for i, n in enumerate(lengths) for _ in range(n)]
 
 

@@ -52,7 +52,9 @@ class ChatTemplate:
         else:  # tokenizers written in Python have no offsets
             ids = self._tokens(full)
             spans = [(_shared(ids, self._tokens(full[:s])), _shared(ids, self._tokens(full[:e]))) for s, e in answers]
-        trained = [any(first <= i < last for first, last in spans) for i in range(len(ids))]
+        trained = [False] * len(ids)
+        for first, last in spans:
+            trained[first:last] = [True] * (last - first)
         if not self._end.strip():
             # The template writes no end of turn: EOS is the only end that a model can be trained to write.
             ids.append(self.tokenizer.eos_token_id)

@@ -190,7 +190,7 @@ def encode(
             fix="raise max_length",
         )
     rows: Sequence[Row] = stored or DerivedRows(
-        len(indices), lambda index: _truncated(encoder.row(examples[indices[index]]), max_length, encoder)
+        lengths, lambda index: _truncated(encoder.row(examples[indices[index]]), max_length, encoder)
     )
     rows = packed_rows(rows, lengths, max_length, join) if packing else rows
     return TrainingRows(rows, len(indices), dropped, truncated, longest, target_tokens)

@@ -55,6 +55,12 @@ class RowDataset(Dataset[Any]):
     def __init__(self, rows: Sequence[Any]) -> None:
         self.rows = rows
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of input tokens of each row, without tokenising it again."""
+        known: Sequence[int] | None = getattr(self.rows, "lengths", None)
+        return [len(row["input_ids"]) for row in self.rows] if known is None else known
+
     def __len__(self) -> int:
         return len(self.rows)
 

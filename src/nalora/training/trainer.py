@@ -90,8 +90,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(CurrentIntervals())
     if settings.batches == "like-length":
-        lengths = [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
-        order = LikeLengths(lengths, settings.batch_size, settings.seed)
+        order = LikeLengths(dataset.lengths, settings.batch_size, settings.seed)
         trainer._get_train_sampler = lambda *_: order
     if settings.cuda_graphs:
         graph_passes(trainer)
