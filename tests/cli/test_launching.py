@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def test_settings_precede_the_command(words, settings, command):
 def test_a_command_is_needed(words):
     with pytest.raises(NALoRAError, match="no command"):
         launching.split(words)
+
+
+def test_the_launcher_does_not_load_torch():
+    """It would take 300 MB next to the training, and its threads would receive signals."""
+    code = (
+        "import sys; from nalora.cli import launching; launching.chosen_settings(None, {}, ['mask=true'])\n"
+        "sys.exit(bool({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(nalora.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 def test_a_launch_inside_a_launch_is_refused(run, place, monkeypatch):

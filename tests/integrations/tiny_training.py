@@ -1,6 +1,6 @@
 """A training with transformers.Trainer that does not know nalora, for `nalora launch`.
 
-python tiny_training.py FOLDER lora|full|nothing [CHECKPOINT]
+python tiny_training.py FOLDER lora|attention|full|nothing [CHECKPOINT]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def make_trainer(folder: Path, kind: str = "lora"):
     import tiny
     import torch
 
-    model = tiny.llama(torch.float32)
+    model = tiny.llama(torch.float32, target_modules=["q_proj"] if kind == "attention" else "all-linear")
     if kind == "full":
         model = model.unload().requires_grad_()
     return test_trainer.make_trainer(folder, model, save_strategy="steps", save_steps=2, data=test_trainer.rows(16))

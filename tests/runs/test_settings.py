@@ -11,7 +11,8 @@ import yaml
 import nalora
 from nalora import NALoRAConfig, ProjectionScale
 from nalora.config import PAPER_ARGUMENTS
-from nalora.runs.settings import check, key_values, read
+from nalora.runs.conversion import key_values
+from nalora.runs.settings import check, read
 from nalora.studies import study
 from nalora.studies.store import key
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 import pytest
 from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -11,7 +10,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from nalora.errors import NALoRAError
 from nalora.models import loading
 from nalora.runs.settings import check, read
-from nalora.runs.values import converted, refuse_missing_loggers
+from nalora.runs.values import refuse_missing_loggers
 from nalora.training.run import train
 
 MISSING = next(name for name in ("wandb", "clearml", "swanlab") if name not in get_available_reporting_integrations())
@@ -58,12 +57,3 @@ def test_mt_bench_needs_a_judge_before_training(recipe, judging, tmp_path):
 @pytest.mark.parametrize("task", ["gsm8k", "humaneval", "sst2", "digits"])
 def test_other_tasks_need_no_judge(task):
     check({"model": "m", "task": task}).refuse_unready()
-
-
-def test_off_is_a_name_where_there_is_such_a_choice():
-    """YAML reads it as false."""
-    problems: list[str] = []
-    assert converted("kernels", False, Literal["auto", "off"], problems) == "off"
-    assert not problems
-    assert converted("space", False, Literal["gradient"], problems) is False
-    assert len(problems) == 1

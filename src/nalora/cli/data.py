@@ -72,8 +72,7 @@ def data(
 def _task(source: str, options: list[str], report: Any) -> OwnData:
     from nalora import tasks
     from nalora.errors import NALoRAError, SettingsError
-    from nalora.runs.settings import key_values, without_removed
-    from nalora.runs.values import converted
+    from nalora.runs.conversion import converted, key_values, without_removed
     from nalora.tasks.data_files import SUFFIXES, is_data
     from nalora.tasks.own_data import OwnData
 

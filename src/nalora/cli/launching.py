@@ -17,6 +17,7 @@ from nalora.config import Kernels, NALoRAConfig, types_in_files
 from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
 from nalora.files import yaml_reader
 from nalora.integrations import launched
+from nalora.runs.conversion import Removed, converted, key_values
 
 # The exit code if the command itself succeeded.
 NOT_ATTACHED = 3
@@ -103,9 +104,6 @@ def chosen_settings(file: Path | None, variables: Mapping[str, str], words: Sequ
     Raises:
         NALoRAError: unknown names and wrong values, all in one message.
     """
-    from nalora.runs.settings import Removed, key_values
-    from nalora.runs.values import converted
-
     types = {"kernels": Kernels} | types_in_files()
     in_file = yaml_reader.read(file, "a YAML file with settings", "check the path") if file else {}
     problems: list[str] = []

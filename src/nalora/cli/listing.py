@@ -54,7 +54,7 @@ def _print_settings(name: str) -> None:
     """Print a line for each setting that a method has in addition to those of every run."""
     hush_libraries()  # PEFT imports bitsandbytes, which warns about kernels that the list does not need
     from nalora import methods
-    from nalora.runs.values import described_type
+    from nalora.runs.conversion import described_type
 
     method = methods.get(name)
     # PEFT's fields have a help text, and the classes here an entry in their docstring.

@@ -99,7 +99,7 @@ def evaluate(
     """Evaluate a run or a model on a task, with 95 % confidence intervals. Started again, it continues."""
     hush_libraries()
     from nalora.evaluation.targets import Request, evaluate_target
-    from nalora.runs.settings import key_values
+    from nalora.runs.conversion import key_values
 
     options = key_values(option or [])
     if unsafe_code:

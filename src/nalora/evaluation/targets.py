@@ -13,13 +13,12 @@ from nalora.evaluation.identity import Questions, identity
 from nalora.models.adapters import is_adapter
 from nalora.models.loading import Loaded
 from nalora.runs import targets
+from nalora.runs.conversion import Removed, converted, without_removed
 from nalora.runs.folder import HELD_OUT, RunFolder
 from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import FinishedRun, refuse_unless_own
-from nalora.runs.settings import Removed, without_removed
 from nalora.runs.targets import Target
-from nalora.runs.values import converted
 from nalora.runs.writable import folder_name, refuse_unwritable
 from nalora.tasks import Example, Task
 

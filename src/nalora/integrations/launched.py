@@ -126,21 +126,17 @@ def _trains_lora(model: Any) -> bool:
 
 
 def _attach(trainer: Any) -> None:
-    from nalora.config import NALoRAConfig
     from nalora.errors import NALoRAError
-    from nalora.integrations.trainer import attach_trainer
+    from nalora.integrations.trainer import attach_with_plan
 
-    settings = json.loads(os.environ[VARIABLE])["settings"]
-    kernels = settings.pop("kernels", "auto")
     try:
-        controller = attach_trainer(trainer, NALoRAConfig().changed(settings), kernels=kernels)
+        controller = attach_with_plan(trainer, json.loads(os.environ[VARIABLE])["settings"])
     except NALoRAError as error:
         _record(REFUSED, str(error))
         # Training must not go on as plain LoRA. Programs that catch every Exception do not catch this.
         raise SystemExit(f"nalora: {error}") from error
     _attached.append(controller)
     _record(ATTACHED, type(trainer).__name__)
-    _print(trainer, f"NA-LoRA is attached to {type(trainer).__name__}\n{controller.plan}")
 
 
 def _print(trainer: Any, message: str) -> None:

@@ -8,6 +8,7 @@ subclasses keep their own overrides.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -58,6 +59,15 @@ def attach_trainer(
     except NALoRAError:
         controller.detach()
         raise
+    return controller
+
+
+def attach_with_plan(trainer: Trainer, settings: Mapping[str, Any]) -> NALoRAController:
+    """Attach with settings as in a file, `kernels` included, and print the plan once for all processes."""
+    config = NALoRAConfig().changed({name: value for name, value in settings.items() if name != "kernels"})
+    controller = attach_trainer(trainer, config, kernels=settings.get("kernels", "auto"))
+    if trainer.is_world_process_zero():
+        print(f"nalora: NA-LoRA is attached to {type(trainer).__name__}\n{controller.plan}", flush=True)
     return controller
 
 

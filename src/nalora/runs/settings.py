@@ -17,7 +17,8 @@ from nalora.files import yaml_reader
 from nalora.methods.method import Method
 from nalora.models.loading import Kind, ModelSpec
 from nalora.runs import old_names, packaged
-from nalora.runs.values import converted, limit_problems, takes_mapping
+from nalora.runs.conversion import Removed, converted, key_values, takes_mapping, without_removed
+from nalora.runs.values import limit_problems
 
 # A null judge is allowed: the run can be trained now, and evaluated where there is a judge.
 _JUDGE = "judge_model"
@@ -131,35 +132,6 @@ def _without_task_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(NALoRAError):
         of_task = {*tasks.option_types(str(options.get("task")))} - {*_types()}
     return {key: value for key, value in options.items() if key not in of_task}
-
-
-class Removed:
-    """The value of a setting that the command line removes from the file."""
-
-
-def key_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return ``key=value`` arguments of the command line, with values read as YAML and `Removed` for ``key=``.
-
-    Raises:
-        NALoRAError: an argument without =, a value that is not YAML, or a key given twice.
-    """
-    options: dict[str, Any] = {}
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator or not key:
-            what = "no name before =" if separator else "no ="
-            fix = "write the setting's name first" if separator else f"write {shortened(argument or 'key')}=VALUE"
-            raise NALoRAError(shortened(argument), found=what, expected="key=value", fix=fix)
-        if key in options:
-            twice = f"{shortened(key)} given twice"
-            raise NALoRAError(shortened(argument), found=twice, expected="once", fix="keep one of them")
-        options[key] = yaml_reader.value(value, shortened(argument)) if value else Removed
-    return options
-
-
-def without_removed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings except those that the command line removes with ``key=``."""
-    return {key: value for key, value in options.items() if value is not Removed}
 
 
 def check(options: Mapping[Any, Any], where: str = "run") -> Run:

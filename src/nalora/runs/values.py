@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nalora.errors import collecting, missing_package, shortened, unknown_name
 from nalora.methods import optimizers
 
-# Larger integers fail deep inside a library: torch counts in 64 bits, seeds have 32.
-_LARGEST = 2**31 - 1
-_TYPE_NAMES = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path",
-    type(None): "nothing",
-}  # fmt: skip
 # Limits that the type does not express: (settings, condition, expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate alpha epochs", lambda n: n > 0, "a positive number"),
@@ -32,78 +22,6 @@ _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 _NAMES_WITH_COMMAS = re.compile(r"[\w.-]+(\s*,\s*[\w.-]+)+")
 # Packages whose name on PyPI differs from the logger's name in transformers.
 _LOGGER_PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit"}
-
-
-def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
-    """Return the value as the setting's type (YAML reads 1e-4 as a string); append to `problems` if it does not fit."""
-    choices = _choices(hint)
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    for choice in choices:
-        arguments, origin = typing.get_args(choice), typing.get_origin(choice)
-        if (
-            choice is Any
-            or (choice in (bool, type(None)) and isinstance(value, choice))
-            or (choice is int and is_int and abs(value) <= _LARGEST)
-            or (choice in (str, Path) and isinstance(value, str))
-            or (origin is Literal and value in arguments)
-        ):
-            return value
-        if origin is Literal and value is False and "off" in arguments:
-            return "off"  # which YAML reads as false
-        if choice is float and (number := _finite(value)) is not None:
-            return number
-        if list in (choice, origin) and isinstance(value, list):
-            item_problems: list[str] = []
-            items = [converted(key, item, arguments[0] if arguments else Any, item_problems) for item in value]
-            if len(choices) == 1:
-                problems += item_problems
-            if not item_problems or len(choices) == 1:
-                return items
-        if _is_mapping(choice) and isinstance(value, dict):
-            kind = arguments[1] if arguments else Any
-            return {name: converted(f"{key}.{name}", item, kind, problems) for name, item in value.items()}
-    expected = described_type(hint)
-    if int in choices and is_int:
-        expected += f" of at most {_LARGEST}"
-    problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
-    return value
-
-
-def described_type(hint: Any) -> str:
-    """Return a setting's type in words."""
-    return " or ".join(map(_description, _choices(hint)))
-
-
-def takes_mapping(hint: Any) -> bool:
-    """Return whether a setting of this type takes `key: value` pairs."""
-    return any(map(_is_mapping, _choices(hint)))
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _is_mapping(choice: Any) -> bool:
-    return choice is dict or typing.get_origin(choice) in (dict, Mapping)
-
-
-def _finite(value: Any) -> float | None:
-    """Return a finite number, parsed from a string if needed; otherwise None."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _description(choice: Any) -> str:
-    arguments = typing.get_args(choice)
-    if typing.get_origin(choice) is Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if _is_mapping(choice):
-        return "`key: value` pairs"
-    items = {int: "whole numbers", float: "numbers"}.get(arguments[0] if arguments else str, "names")
-    return _TYPE_NAMES.get(choice, f"a list of {items}")
 
 
 def limit_problems(values: Mapping[str, Any]) -> list[str]:

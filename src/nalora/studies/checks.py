@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nalora.errors import shortened
-from nalora.runs.values import converted
+from nalora.runs.conversion import converted
 
 RATES = "learning_rates"
 MARGIN = "drop_rates_worse_than"
