@@ -15,6 +15,7 @@ from harness import ROWS
 from page import Row, measured_on, median, settings
 
 from nalora import methods
+from nalora.methods.peft_registry import PREFIX, UNSUPPORTED, described
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "methods.md"
@@ -28,6 +29,24 @@ on the unmodified base model. [A method of your own](extending.md) is one more f
 
 | method | description | reference |
 |---|---|---|"""
+TUNERS = """
+## PEFT's tuners
+
+`method: peft/TUNER` trains with a tuner of PEFT and no further code. Its settings are the fields of PEFT's
+configuration class (`gralora_k: 4`); `nalora methods peft/gralora` lists them with PEFT's descriptions. The run's
+`rank`, `alpha`, `dropout` and `target_modules` are passed on. PEFT saves the adapter, and runs are resumed, evaluated
+and diagnosed like any others: tests/methods/test_every_tuner.py does all of this with every tuner that the installed
+PEFT registers. A few defaults of PEFT do not fit small layers (`block_size` of C³A, `n_frequency`, `group_size`,
+`vector_length`); the message names the setting. (IA)³ needs `feedforward_modules`, a part of `target_modules`.
+GraLoRA needs PEFT 0.19.
+
+| method | what is trained | settings |
+|---|---|---|"""
+REFUSED = """
+These are refused:
+
+| tuner | use instead, and why |
+|---|---|"""
 NOTES = """
 ## Choices where papers, public code and libraries differ
 
@@ -53,14 +72,17 @@ NOTES = """
 - **GoRA** distributes the rank budget by mean|W ⊙ Ḡ| without the optional √(m+n) weighting of the public code, and
   trains with LoRA+. The initialisation has the minus sign that is missing in a public version. It prints how much of
   the budget it used.
-- **NA-LoRA** controls the steps of any method except full, AdaLoRA and LoRA-Pro: `method: na-lora, on: pissa`. By
-  default it multiplies gradients, as in the paper's algorithm; `apply_to: update` multiplies updates, as in the
-  paper's analysis. Its settings are the fields of `NALoRAConfig`, or the argument names of the paper's code; see
-  [runs](runs.md).
+- **NA-LoRA** controls the steps of any method except full, AdaLoRA and LoRA-Pro: `method: na-lora, on: pissa`. Of
+  PEFT's tuners it controls LoRA and GraLoRA (`on: peft/gralora`) and refuses the others by name. By default it
+  multiplies gradients, as in the paper's algorithm; `apply_to: update` multiplies updates, as in the paper's analysis.
+  Its settings are the fields of `NALoRAConfig`, or the argument names of the paper's code; see [runs](runs.md).
 - **Block LoRA** (`block-lora`): GraLoRA's function as one ordinary adapter of rank k·r with zeros. `blocks: 2` is k,
   which must divide the rank and the sizes of the layers; `ratio: 4` trains B at four times A's rate (default 1).
-- **PEFT's tuners** (`peft/gralora`, `peft/loha`, …): PEFT's configuration fields are the settings; see
-  [extending](extending.md).
+- **GraLoRA under NA-LoRA**, in a run or by `nalora.attach`: PEFT stores B as k blocks of out/k columns, and channel c
+  is column c mod out/k of block c div out/k. The gate's columns get mask × step scale; A, the other projections and
+  the LoRA of `hybrid_r` are treated as in LoRA. In a layer that holds gate and up, a column of A that reaches one of
+  them alone gets its scale, and one that reaches both the mean. 20 steps of AdamW with clipping agree with a
+  straight-line reference to 10⁻⁹ in float64 (tests/control/test_peft_layers.py).
 - **The controls**: `na-lora-off` (statistics without multiplication), `na-lora-random` (the mask's values on channels
   drawn once), `na-lora-frozen` (the first mask), `na-lora-mean` (mask divided by its mean), `na-lora-utility` (ranked
   by E|φ′(z)|·|u|), `lora-scaled` (LoRA with NA-LoRA's mean factors, read from a run by `like:`). `like:` uses the
@@ -76,6 +98,11 @@ def main() -> None:
         method = methods.get(name)
         title = method.title.replace("|", "\\|")
         lines.append(f"| `{name}` | {title} | {method.reference} |")
+    lines += [TUNERS, *(f"| `{PREFIX}{name}` | {line} | `{config}` |" for name, (line, config) in described().items())]
+    lines.append(REFUSED)
+    for instead in dict.fromkeys(UNSUPPORTED.values()):
+        names = ", ".join(f"`{name}`" for name, other in UNSUPPORTED.items() if other == instead)
+        lines.append(f"| {names} | {instead} |")
     lines += costs(rows)
     PAGE.write_text("\n".join([*lines, NOTES]) + "\n")
     COSTS.write_text(json.dumps(listed(rows), indent=2) + "\n")

@@ -21,7 +21,7 @@ def test_the_list_is_pefts_own():
 
 def test_every_tuner_that_can_be_trained_has_a_line_of_its_own():
     assert described().keys() == tuners().keys() == DESCRIPTIONS.keys() & registered().keys()
-    assert described()["gralora"] == ("GraLoRA: a LoRA on each of k × k blocks of the weight", "peft.GraloraConfig")
+    assert described()["vera"] == ("VeRA: trained scales of random matrices that all layers share", "peft.VeraConfig")
 
 
 @pytest.mark.parametrize("tuner", sorted(registered().keys() - tuners().keys()))
@@ -40,4 +40,4 @@ def test_listing_the_methods_imports_neither_peft_nor_transformers():
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert printed.splitlines()[-1] == "[]"
-    assert "peft/gralora" in printed
+    assert "peft/vera" in printed

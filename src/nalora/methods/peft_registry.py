@@ -33,6 +33,7 @@ DESCRIPTIONS = {
     "adamss": "AdaMSS: low-rank updates in subspaces of the weight, clustered from its SVD",
     "beft": "BEFT: bias terms of chosen projections",
     "boft": "BOFT: an orthogonal rotation of the weight as a product of butterfly factors",
+    "bone": "Bone: one block of values, repeated over the weight",
     "c3a": "C³A: circular convolutions of blocks",
     "deft": "DEFT: a low-rank subspace of the weight replaced by a trained one",
     "delora": "DeLoRA: LoRA with direction and strength of the update separated",

@@ -112,7 +112,9 @@ def method_of(name: str) -> type[Method]:
         known = sorted(tuners())
         raise NALoRAError(
             f"method {name!r}",
-            found=f"{'a' if tuner in registered() else 'no'} tuner of PEFT that no run can train",
+            found="a tuner of PEFT that no run can train"
+            if tuner in registered()
+            else "no tuner of the installed PEFT",
             expected=f"one of {', '.join(known)}",
             fix=UNSUPPORTED.get(tuner) or did_you_mean(tuner, known, "see `nalora methods`"),
         )
