@@ -9,6 +9,7 @@ import tiny
 import transformers
 
 from nalora import NALoRAError, tasks
+from nalora.evaluation.targets import Request, evaluate_target
 from nalora.models import loading
 from nalora.runs.encoding import Encoder, encode
 from nalora.runs.inputs import prepare
@@ -69,6 +70,8 @@ def test_turns_that_a_template_refuses_are_named_before_the_weights_are_loaded(
     assert found in refused.value.found
     assert ("2 rows with these turns" in refused.value.found) == (rows == 2)
     assert train(check(settings | {"prompt_style": "plain"}))["steps"] == 1
+    with pytest.raises(NALoRAError, match=r"chat\.jsonl:21: found"):
+        evaluate_target(str(tmp_path / "run"), Request(style="chat", with_base=False))
 
 
 def test_an_answer_that_a_template_changes_is_named(tmp_path):

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,8 @@ def evaluate(
             expected="at least one",
             fix="raise limit" if total else "check the task's files; validation needs a run with validation_size",
         )
-    refuse_unusable_turns(task.conversations(), Encoder(loaded.processor, loaded.spec.kind, questions.style))
+    conversations: Iterable[Any] = getattr(questions.examples, "one_of_each", tuple)()
+    refuse_unusable_turns(conversations, Encoder(loaded.processor, loaded.spec.kind, questions.style))
     _refuse_too_long(loaded, questions, examples)
     with claimed_folder(folder, take_over=request.take_over):
         counts = {"examples": len(examples), "questions": total}

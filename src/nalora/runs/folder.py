@@ -77,8 +77,7 @@ class RunFolder:
         new = "a new folder for this run"
         if resume and not self.settings.is_file():
             return "no run", "one to resume", "leave --resume out to start it"
-        now = data_record.record_of(settings)
-        before = self._data_record() if resume else {}
+        before, now = (self._data_record(), data_record.record_of(settings)) if resume else ({}, {})
         if edited := data_record.changes(before, now):
             found = f"a run that was started on other data: {', '.join(edited)}"
             return found, "the data it was started on", "restore it, or give another output= to train on the new data"
