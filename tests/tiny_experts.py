@@ -22,7 +22,7 @@ PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 DENSE = [f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
-def base(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float64) -> nn.Module:
+def base(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float64, **settings) -> nn.Module:
     """The first layer of Qwen3-MoE is dense."""
     own = {
         "Qwen3Moe": dict(num_experts=EXPERTS, moe_intermediate_size=WIDTH, intermediate_size=32, mlp_only_layers=[0]),
@@ -30,7 +30,7 @@ def base(architecture: str, implementation: str = "eager", dtype: torch.dtype = 
         "GptOss": dict(num_local_experts=EXPERTS, intermediate_size=WIDTH, swiglu_limit=2.5),
     }[architecture]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(**SIZES, **own)
+    config = getattr(transformers, f"{architecture}Config")(**SIZES | own | settings)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype)
     model.set_experts_implementation(implementation)
     for name, parameter in model.named_parameters():

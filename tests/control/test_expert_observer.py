@@ -11,10 +11,13 @@ import tiny
 import tiny_experts
 import torch
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
+from nalora.control import expert_observer
+from nalora.kernels.statistics import by_expert
 
 STEPS = 5
 SWITCHES = {
@@ -300,3 +303,70 @@ def test_torch_grouped_products_in_float32():
         model = tiny_experts.adapted("Mixtral", implementation, torch.float32)
         results.append((model, train(model, [padded(step) for step in range(STEPS)], NALoRAConfig())))
     assert_same(*results, tolerance=1e-4)
+
+
+def device_path(monkeypatch) -> None:
+    """Add up as on a device: in segments, where the CPU would go expert by expert."""
+
+    def add(accumulate, sums, experts, z, *arguments):
+        ends = torch.searchsorted(experts, torch.arange(len(sums.tokens) + 1))
+        by_expert.add_segments(sums, ends, z, *arguments)
+
+    monkeypatch.setattr(expert_observer, "accumulate_by_expert", add)
+
+
+def test_a_device_counts_what_a_cpu_counts(monkeypatch):
+    def run():
+        model = tiny_experts.adapted("GptOss", "eager")
+        config = NALoRAConfig(importance="utility", regimes="derived")
+        return model, train(model, [padded(step) for step in range(STEPS)], config)
+
+    expected = run()
+    device_path(monkeypatch)
+    assert_same(expected, run())
+
+
+@pytest.mark.parametrize("implementation", tiny_experts.IMPLEMENTATIONS)
+def test_observing_does_not_wait_for_the_device(implementation, monkeypatch):
+    """It adds nothing that reads a value on the host to what the implementation itself reads."""
+    device_path(monkeypatch)
+    waiting = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    class Waiting(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func in waiting
+            return func(*args, **(kwargs or {}))
+
+    def waits(attached):
+        model = tiny_experts.adapted("Mixtral", implementation, torch.float32)
+        if attached:
+            nalora.attach(model, SGD(tiny.trainable(model), lr=0.1), NALoRAConfig(importance="utility"))
+        ids, mask = padded(0)
+        with Waiting() as mode:
+            model(input_ids=ids, attention_mask=mask)
+        return mode.number
+
+    assert waits(attached=True) == waits(attached=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", tiny_experts.IMPLEMENTATIONS)
+def test_compiled_models_count_the_same_tokens(implementation):
+    """PEFT's wrappers of parameters break the graph, in which the hooks are then ordinary Python."""
+
+    def run(compiled):
+        model = tiny_experts.adapted("Mixtral", implementation)
+        optimizer = SGD(tiny.trainable(model), lr=0.1)
+        controller, counted = nalora.attach(model, optimizer), []
+        called = torch.compile(model, backend="eager") if compiled else model
+        for step in range(3):
+            tiny.sum_loss(called, *padded(step)).backward()
+            counted += [group.tokens.clone() for group in controller._window.groups]
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, (controller, counted)
+
+    assert_same(run(False), run(True))
+    torch.compiler.reset()

@@ -14,7 +14,6 @@ import nalora
 from nalora import NALoRAError
 from nalora.control import experts as experts_module
 from nalora.control.blocks import find_blocks
-from nalora.control.experts import find_order
 
 
 @pytest.mark.parametrize("architecture", tiny_experts.ARCHITECTURES)
@@ -76,7 +75,7 @@ def test_experts_without_a_gated_product():
     assert block.up is None
     z = torch.tensor([-2.0, 0.5, 3.0])
     assert torch.allclose(block.activation.phi(z), z.relu().square())
-    assert find_order(block.experts) is not None
+    assert block.experts.order() is not None
 
 
 def refused(model) -> str:

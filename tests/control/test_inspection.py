@@ -95,6 +95,16 @@ def test_dense_layers_of_a_mixture_of_experts_are_in_the_plan(tmp_path, targets)
     assert gates == ["layers.0.mlp.gate_proj", *([] if targets else ["layers.1.mlp.experts.gate_up_proj"])]
 
 
+def test_parameters_of_experts_are_adapted_by_name(tmp_path):
+    sizes = dict(num_local_experts=4, intermediate_size=24, head_dim=8, num_key_value_heads=2, vocab_size=64)
+    transformers.GptOssConfig(**SMALL | sizes).save_pretrained(tmp_path)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    inspection = inspect_model(str(tmp_path), target_modules=["o_proj"], target_parameters=parameters)
+    assert [each.block.experts.number for each in inspection.plan.blocks] == [4, 4]
+    with pytest.raises(nalora.NALoRAError, match=r"target_parameters: experts.gate_proj: .*experts.gate_up_proj"):
+        inspect_model(str(tmp_path), target_parameters=["experts.gate_proj"])
+
+
 def test_without_architectures_the_causal_model_is_built(tmp_path):
     llama_config(architectures=None).save_pretrained(tmp_path)
     assert inspect_model(str(tmp_path)).architecture == "LlamaForCausalLM"

@@ -9,16 +9,18 @@ import contextlib
 
 import pytest
 import tiny
+import tiny_experts
 import torch
 import torch.distributed as dist
 from architectures import architecture, dense_gpt_oss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nalora
-from nalora import NALoRAConfig
+from nalora import NALoRAConfig, NALoRAError
 from nalora.control.apply import multiply_gradients, multiply_updates, snapshot
 from nalora.distributed.shards import local, sharing_processes
 
@@ -41,6 +43,7 @@ MODELS = {
     "gate and up": lambda: tiny.llama(torch.float32),
     "halves": lambda: tiny.with_lora(architecture("Phi3")),
     "interleaved": lambda: tiny.with_lora(gpt_oss()),
+    "experts": lambda: tiny_experts.adapted("GptOss", dtype=torch.float32),
 }
 
 
@@ -145,3 +148,12 @@ def test_nothing_waits_for_the_device(space):
             controller._enter_step()
             controller._leave_step()
         assert type(norm) is torch.Tensor
+
+
+def test_experts_are_sharded_by_rows_alone():
+    """The columns of their B belong to experts, so another dimension has other factors."""
+    with rank_of(0, 2):
+        model = MODELS["experts"]()
+        fully_shard(model, shard_placement_fn=lambda parameter: Shard(int(parameter.shape[-1] == 18)))
+        with pytest.raises(NALoRAError, match="experts.* sharded by their second dimension"):
+            nalora.attach(model, torch.optim.SGD(tiny.trainable(model), lr=0.1))

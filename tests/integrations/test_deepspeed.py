@@ -24,10 +24,10 @@ from nalora import NALoRAConfig, NALoRAError
 STEPS, CLIP, RATE = 10, 0.2, 0.3
 
 
-def start(stage: int, accumulated: int = 1, dtype=torch.float32, **zero):
+def start(stage: int, accumulated: int = 1, dtype=torch.float32, model="llama", **zero):
     import deepspeed
 
-    model = build("llama", torch.float32)
+    model = build(model, torch.float32)
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulated,
@@ -42,8 +42,8 @@ def start(stage: int, accumulated: int = 1, dtype=torch.float32, **zero):
     return engine, optimizer
 
 
-def run(stage: int, dtype=torch.float32, config=None) -> dict:
-    engine, optimizer = start(stage, dtype=dtype)
+def run(stage: int, dtype=torch.float32, config=None, model="llama") -> dict:
+    engine, optimizer = start(stage, dtype=dtype, model=model)
     controller = nalora.attach(engine, optimizer, config)
     for step in range(STEPS):
         engine.backward(tiny.sum_loss(engine, *batch(step, 0, my_rows())) * world())
@@ -51,9 +51,9 @@ def run(stage: int, dtype=torch.float32, config=None) -> dict:
     return {"parameters": tiny.adapter_state(engine.module), "state": controller.state_dict()["tensors"]}
 
 
-def alone(controlled: bool = True) -> dict:
+def alone(controlled: bool = True, model="llama") -> dict:
     """One process, plain torch."""
-    model = build("llama", torch.float32)
+    model = build(model, torch.float32)
     optimizer = SGD(tiny.trainable(model), lr=RATE, momentum=0.9)
     controller = nalora.attach(model, optimizer) if controlled else None
     for step in range(STEPS):
@@ -123,6 +123,7 @@ def main(folder: Path) -> None:
 
     deepspeed.init_distributed("gloo")
     found = {f"ZeRO-{stage}": run(stage) for stage in (1, 2)}
+    found["experts"] = run(2, model="mixtral")
     found["bf16"] = run(2, torch.bfloat16)
     found["refusals"] = refusals()
     found["Trainer"] = train(folder, deepspeed=True)
@@ -145,11 +146,11 @@ def assert_near(expected, first, second):
             torch.testing.assert_close(first[part][key], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2"])
-def test_two_ranks_are_one(name, launched):
-    expected = alone()
+@pytest.mark.parametrize(("name", "model"), [("ZeRO-1", "llama"), ("ZeRO-2", "llama"), ("experts", "mixtral")])
+def test_two_ranks_are_one(name, model, launched):
+    expected = alone(model=model)
     assert_near(expected, *(each[name] for each in launched))
-    plain = alone(controlled=False)
+    plain = alone(controlled=False, model=model)
     assert tiny.largest_difference(expected["parameters"], plain["parameters"]) > 1e-3
 
 

@@ -7,6 +7,7 @@ import json
 import peft
 import pytest
 import tiny
+import tiny_experts
 import torch
 import transformers
 from gradient_models import collated, layers_of, llama, rows, start_on, train_on
@@ -123,6 +124,32 @@ def test_a_run_on_the_dense_layers_of_a_mixture_of_experts(method, tmp_path):
     assert "base_model.model.model.layers.0.mlp.gate_proj" in adapted
     assert not any("experts" in name for name in adapted)
     torch.testing.assert_close(logits(serve(stock(), tmp_path / "run" / "adapter")), logits(loaded), rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_on_the_experts_of_gpt_oss(tmp_path):
+    """Experts that a run file names as parameters are trained, controlled, saved by PEFT and loaded by it."""
+    tokenizer = tiny.tokenizer()
+    tiny_experts.base("GptOss", dtype=torch.float32, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    train(check({
+        "model": str(tmp_path / "base"), "task": "gym/chain_sum", "train_size": 16, "test_size": 4, "steps": 2,
+        "settings": {"min_terms": 2, "max_terms": 2}, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1,
+        "device": "cpu", "rank": 2, "method": "na-lora", "regimes": "derived", "output": str(tmp_path / "run"),
+        "target_modules": [], "target_parameters": parameters,
+    }))  # fmt: skip
+    gates = [json.loads(line) for line in (tmp_path / "run" / "gates.jsonl").read_text().splitlines()]
+    assert gates[0]["blocks"] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert gates[-1]["mask_mean"][0] < 1
+    assert gates[-1]["scale_gate"][0] != 1
+    saved = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert sorted(saved["target_parameters"]) == sorted(parameters)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = logits(stock)
+    loaded = peft.PeftModel.from_pretrained(stock, tmp_path / "run" / "adapter")
+    assert len(layers_of(loaded)) == 4
+    assert (logits(loaded) - before).abs().max() > 1e-4
 
 
 def test_goras_saved_form_is_padded_and_has_no_patterns(tmp_path):

@@ -28,7 +28,6 @@ from nalora.control.experts import (
     OneExpert,
     adapted_experts,
     bare_experts,
-    find_order,
     gate_parameter,
     refusal,
     widened,
@@ -284,7 +283,7 @@ def _block_of_experts(
         return None
     block, outermost = found[0], next(iter(adapters.values()))
     experts = Experts(names[module], module, outermost.num_experts, one.experts, block.gate.rows)
-    if find_order(experts) is None:
+    if experts.order() is None:
         return None
     name, gate, width = names[outermost], gate_parameter(module), width_of(module)
 

@@ -18,9 +18,10 @@ from nalora.control import deepspeed
 from nalora.control.gate_taps import is_tapped
 from nalora.control.observer import is_observed
 from nalora.control.parameters import controlled_parameters
+from nalora.control.peft_layers import all_adapters
 from nalora.control.plan import Plan
 from nalora.control.window import GateWindow
-from nalora.distributed.shards import is_data_parallel, is_offloaded, is_sharded
+from nalora.distributed.shards import cuts_rows, is_data_parallel, is_offloaded, is_sharded
 from nalora.errors import NALoRAError, missing_package, require
 
 
@@ -101,6 +102,15 @@ def check_sharding(model: nn.Module, plan: Plan) -> None:
                 found="a parameter that FSDP2 offloads to the CPU (CPUOffloadPolicy)",
                 expected="adapters on the device that computes the gates",
                 fix="shard without CPU offload",
+            )
+    for block in (planned.block for planned in plan.blocks if planned.block.experts):
+        adapters = (adapter for p in block.projections.values() for adapter in all_adapters(p.module))
+        if any(cuts_rows(parameter) for adapter in adapters for parameter in (adapter.a, adapter.b)):
+            raise NALoRAError(
+                block.name,
+                found="adapters of experts that are sharded by their second dimension",
+                expected="shards of whole rows: the columns of B belong to different experts",
+                fix="call fully_shard without a shard_placement_fn for them",
             )
 
 

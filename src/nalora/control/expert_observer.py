@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.control.blocks import FFNBlock
-from nalora.control.experts import Experts, Order, Rows, find_order
+from nalora.control.experts import Experts, Order, Rows
 from nalora.control.gate_taps import Tap, tap
 from nalora.control.hooks import inert_hook
 from nalora.control.tokens import TokenMask
@@ -40,7 +40,6 @@ class ExpertsObserver:
         assert self.block.experts is not None
         self.experts: Experts = self.block.experts
         self._hidden, self._index = list(inspect.signature(self.experts.module.forward).parameters)[:2]
-        self._orders: dict[str, Order | None] = {}
         # Of the current pass: its rows, which of them count, and the number of those that were observed.
         self._rows: Rows | None = None
         self._mask: Tensor | None = None
@@ -113,11 +112,7 @@ class ExpertsObserver:
 
     def _order(self) -> Order:
         """Return the order of rows under the current implementation, which a user may change at any time."""
-        implementation = self.experts.implementation
-        if implementation not in self._orders:
-            self._orders[implementation] = find_order(self.experts)
-        order = self._orders[implementation]
-        if order is None:
+        if (order := self.experts.order()) is None:
             raise self._not_observed("gates that are not observed")
         return order
 

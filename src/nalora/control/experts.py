@@ -9,6 +9,7 @@ the experts is run once to find out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,11 +45,19 @@ class Experts:
     number: int
     small: nn.Module
     small_rows: slice
+    _orders: dict[str, Order | None] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def implementation(self) -> str:
         """The implementation of transformers that computes them now."""
         return str(getattr(getattr(self.module, "config", None), "_experts_implementation", None) or "eager")
+
+    def order(self) -> Order | None:
+        """Return the order of z's rows under the current implementation; None if it does not show z."""
+        implementation = self.implementation
+        if implementation not in self._orders:
+            self._orders[implementation] = _find_order(self)
+        return self._orders[implementation]
 
 
 class Rows(NamedTuple):
@@ -201,8 +210,7 @@ def _small_copy(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def find_order(experts: Experts) -> Order | None:
-    """Return the order of z's rows under the implementation that computes these experts now, None if z is not seen."""
+def _find_order(experts: Experts) -> Order | None:
     copy, seen = experts.small, list[Tensor]()
     taps = tap(copy, lambda output, whole: seen.append(output[..., experts.small_rows] if whole else output))
     generator = torch.Generator().manual_seed(1)

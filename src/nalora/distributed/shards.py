@@ -51,6 +51,12 @@ def own_rows(parameter: Tensor) -> slice:
     return slice(None)
 
 
+def cuts_rows(parameter: Tensor) -> bool:
+    """Return whether a parameter is sharded by another dimension than its first."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return any(placement.is_shard() and not placement.is_shard(0) for placement in placements)
+
+
 def is_data_parallel(parameter: Tensor) -> bool:
     """Return whether a DTensor is placed as `fully_shard` places it: sharded, replicated, or replicated shards."""
     assert isinstance(parameter, DTensor)
