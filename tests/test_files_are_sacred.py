@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import io
 import os
 import re
 import shutil
@@ -43,6 +44,8 @@ MAY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "train --resume": (EVERYTHING_OF_A_RUN, ("checkpoints/checkpoint-[0-9]*", "snapshots/step-*", "snapshots/.step-*")),
     "evaluate": (("evaluations", "evaluations/*"), ()),
     "evaluate --output": (("out", "out/*"), ()),
+    "chat": (("talk.jsonl",), ()),
+    "generate": (("answers.jsonl",), ()),
     "diagnose": (("diagnosis.json", "diagnosis_channels.safetensors"), ()),
     "diagnose --against": (("mismatch.json", "mismatch_channels.safetensors"), ()),
     "report": (("report.html",), ()),
@@ -90,7 +93,15 @@ def command(*arguments: object) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _quiet():
     with pytest.MonkeyPatch.context() as patch:
-        for commands in (cli.diagnosing, cli.inspecting, cli.reporting, cli.runs, cli.studying):
+        for commands in (
+            cli.chatting,
+            cli.diagnosing,
+            cli.generating,
+            cli.inspecting,
+            cli.reporting,
+            cli.runs,
+            cli.studying,
+        ):
             patch.setattr(commands, "hush_libraries", lambda: None)
         patch.setenv("NALORA_CACHE", tempfile.mkdtemp())
         yield
@@ -134,6 +145,8 @@ def place(trained, tmp_path, monkeypatch):
     study = {"name": STUDY, "settings": {"model": base, "task": "gym/chain_sum"}, "learning_rates": [1e-3],
              "seeds": [0], "arms": {"lora": {"method": "lora"}, "na": {"method": "na-lora"}}}  # fmt: skip
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study | {"settings": {"model": "m", "task": "gsm8k"}}))
+    (tmp_path / "prompts.txt").write_text("1 + 1 =")
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1 =\n/save talk.jsonl\n"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -146,6 +159,8 @@ def arguments(name: str, base: str) -> list[str]:
         "train --dry-run": ["train", "run.yaml", "output=new", "--dry-run"],
         "evaluate": ["evaluate", run, "--limit", "1"],
         "evaluate --output": ["evaluate", run, "--limit", "1", "--output", "out", "--no-base"],
+        "chat": ["chat", run, "--max-tokens", "2"],
+        "generate": ["generate", run, "prompts.txt", "--output", "answers.jsonl", "--max-tokens", "2"],
         "diagnose": ["diagnose", run, "--probe-size", "2", "--per-channel"],
         "diagnose --against": ["diagnose", run, "--against", base, "--probe-size", "2", "--per-channel"],
         "report": ["report", run],
@@ -166,7 +181,8 @@ def test_what_a_command_may_write_and_remove(place, base, name):
         (place / "run" / "checkpoints" / "checkpoint-4" / "complete").unlink()
     before = tree(place)
     assert command(*arguments(name, base)) == ""
-    root = {"train": "new", "evaluate --output": "", "report --output": "", "study --dry-run": ""}.get(name, "run")
+    root = {"train": "new", "evaluate --output": "", "report --output": "", "study --dry-run": "", "chat": "",
+            "generate": ""}.get(name, "run")  # fmt: skip
     root = "" if "out" in arguments(name, base) else root
     check_changes(place, before, name, root)
     again = tree(place)
@@ -243,6 +259,7 @@ def known(tmp_path_factory, base):
     study = {"name": STUDY, "settings": {"model": "m", "task": "gsm8k"}, "learning_rates": [1e-3], "seeds": [0],
              "arms": {"lora": {"method": "lora"}, "na": {"method": "na-lora"}}}  # fmt: skip
     (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    (folder / "prompts.txt").write_text("1 + 1 =")
     evaluate = ["evaluate", base, "--task", "gym/chain_sum", "--limit", "1", "--option", "max_new_tokens=1",
                 "--output", folder / "e" / "p"]  # fmt: skip
     assert command(*evaluate) == ""
@@ -260,6 +277,8 @@ def commands_on(place: Path, folder: Path, base: str, nowhere: Path) -> list[lis
     return [
         [*train, f"model={nowhere}"], [*train, f"model={nowhere}", "--resume"], [*train, f"model={place}"],
         [*train, f"model={nowhere}", "--resume", "--take-over"],
+        ["chat", place], ["generate", place, "--prompt", "a"],
+        ["generate", nowhere, folder / "prompts.txt", "--output", place],
         ["diagnose", place], ["diagnose", place, "--against", nowhere], ["evaluate", place],
         ["report", place, "--output", place / "report.html"], ["report", place], ["inspect", place],
         ["report", recorded, "--output", place / "report.html"], ["report", recorded, "--output", place],

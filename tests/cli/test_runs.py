@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,31 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert [line for line in again.splitlines() if "accuracy" in line] == [
         line for line in out.splitlines() if "accuracy" in line
     ]
+
+
+def test_an_adapter_from_anywhere_is_evaluated_like_its_run(run, recipe, tmp_path, monkeypatch):
+    assert run("train", recipe, "learning_rate=0.05")[0] == 0
+    _, of_run, _ = run("evaluate", tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "taken" / "adapter")
+    before = sorted((tmp_path / "taken").rglob("*"))
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    task = ["--task", "gym/chain_sum", "--option", "test_size=8"]
+    for target in (["../taken/adapter"], ["../taken/adapter", "--model", tmp_path / "base"]):
+        code, out, err = run("evaluate", *target, *task)
+        assert code == 0, err
+        rows = [line.split() for line in out.splitlines() if line.startswith(("base ", "adapted "))]
+        assert rows == [line.split() for line in of_run.splitlines() if line.startswith(("base ", "adapted "))]
+        assert len({row[-1] for row in rows}) > 1
+    assert sorted((tmp_path / "taken").rglob("*")) == before, "nothing is written into somebody's folder"
+    folders = re.findall(r"Outputs of \w+: (.+)", out)
+    assert all(Path(folder).parts[:2] == ("runs", "evaluations") for folder in folders)
+    _, out, _ = run("evaluate", "../taken/adapter", *task, "--output", "chosen", "--no-base")
+    (folder,) = re.findall(r"Outputs of adapted: (.+)", out)
+    assert Path(folder).parts[:2] == ("chosen", "gym")
+    code, _, err = run("evaluate", "../taken/adapter")
+    assert (code, "an adapter without a task" in err) == (2, True)
 
 
 def test_a_finished_run_is_not_trained_again(run, recipe):

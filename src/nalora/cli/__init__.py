@@ -9,7 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from nalora import __version__
-from nalora.cli import data, diagnosing, failures, inspecting, launching, listing, reporting, runs, studying
+from nalora.cli import (
+    chatting,
+    data,
+    diagnosing,
+    failures,
+    generating,
+    inspecting,
+    launching,
+    listing,
+    reporting,
+    runs,
+    studying,
+)
+from nalora.cli.screen import printable
 
 # The base of Typer's errors about the command line: click's ClickException before Typer 0.26, a copy of it in 0.26 and
 # typer.TyperException since 0.27.
@@ -48,8 +61,7 @@ def _refuse(message: str) -> int:
     """Print an error message; it is empty if the help was printed in place of missing arguments."""
     if message:
         # Names from files may contain control characters of terminals.
-        line = "".join(char if char.isprintable() else "�" for char in " ".join(message.split()))
-        print(f"nalora: {line}", file=sys.stderr)
+        print(f"nalora: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
@@ -69,9 +81,9 @@ def _options(
 
 
 for command in (
-    runs.demo, data.data, runs.train, runs.evaluate, diagnosing.diagnose, reporting.report, studying.study,
-    inspecting.inspect, listing.methods, listing.tasks, listing.models, inspecting.activations,
-    listing.recipes,
+    runs.demo, data.data, runs.train, runs.evaluate, chatting.chat, generating.generate, diagnosing.diagnose,
+    reporting.report, studying.study, inspecting.inspect, listing.methods, listing.tasks, listing.models,
+    inspecting.activations, listing.recipes,
 ):  # fmt: skip
     app.command()(command)
 app.command(context_settings=launching.CONTEXT)(launching.launch)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from nalora.cli.preview import preview
-from nalora.cli.screen import INTERRUPTED, DataDir, Device, TakeOver, Trust, console, hush_libraries, table
+from nalora.cli.screen import (
+    INTERRUPTED,
+    BaseModel,
+    DataDir,
+    Device,
+    Style,
+    TakeOver,
+    Target,
+    Trust,
+    console,
+    hush_libraries,
+    table,
+)
 from nalora.errors import counted
 from nalora.runs.progress import bars
 
@@ -67,16 +79,15 @@ def train(
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="The folder of a run, or a model.")],
+    target: Target,
+    model: BaseModel = None,
     task: Annotated[str | None, typer.Option(help="Name, or FILE.py[:NAME] (default: the task of the run).")] = None,
     data_dir: DataDir = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A setting of the task; KEY= removes that of the run."),
     ] = None,
-    style: Annotated[
-        Literal["plain", "chat"] | None, typer.Option(help="Plain prompts, or chat messages (default: as in training).")
-    ] = None,
+    style: Style = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N questions.", metavar="N")] = None,
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of prompt and answer tokens per batch.")
@@ -86,17 +97,20 @@ def evaluate(
         Path | None,
         typer.Option(
             help="Folder for outputs and scores, with a subfolder for each task (default: the run's folder; for a"
-            " model runs/evaluations)."
+            " model or an adapter runs/evaluations)."
         ),
     ] = None,
-    no_base: Annotated[bool, typer.Option("--no-base", help="Do not evaluate the base model of the run.")] = False,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Do not evaluate the base model.")] = False,
     unsafe_code: Annotated[
         bool, typer.Option("--unsafe-code", help="Run generated programs without a sandbox, only with limits.")
     ] = False,
     take_over: TakeOver = False,
     trust: Trust = False,
 ) -> None:
-    """Evaluate a run or a model on a task, with 95 % confidence intervals. Started again, it continues."""
+    """Evaluate a run, an adapter or a model on a task, with 95 % confidence intervals. Started again, it continues.
+
+    nalora evaluate my-adapter --model meta-llama/Llama-3.1-8B --task gsm8k
+    """
     hush_libraries()
     from nalora.evaluation.targets import Request, evaluate_target
     from nalora.runs.conversion import key_values
@@ -105,8 +119,9 @@ def evaluate(
     if unsafe_code:
         options["unsafe_code"] = True
     request = Request(
-        task, data_dir, options, style, limit, batch_tokens, with_base=not no_base, take_over=take_over, trust=trust
-    )
+        task, data_dir, options, style, limit, batch_tokens, with_base=not no_base, take_over=take_over, trust=trust,
+        model=model,
+    )  # fmt: skip
     screen = console()
     with bars(screen) as report:
         summaries = evaluate_target(target, request, output=output, device=device, report=report)

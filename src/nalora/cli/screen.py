@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -14,6 +14,8 @@ from rich.table import Table
 
 # The exit code of a command that Ctrl-C stopped, as in shells.
 INTERRUPTED = 130
+# Characters that are not printable and yet change nothing but the text: the last two join emojis and letters.
+_HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 
 DataDir = Annotated[str | None, typer.Option(help="Folder with the task's files, used instead of the hub.")]
 Device = Annotated[
@@ -23,8 +25,31 @@ TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Take over the folder of a process on another host that has ended.")
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Run Python code that the settings name; only for settings that you trust.")
+    bool,
+    typer.Option("--trust", help="Run Python code that comes with a run or a model; only if you trust its authors."),
 ]
+
+Target = Annotated[
+    str,
+    typer.Argument(metavar="RUN|ADAPTER|MODEL", help="The folder of a run, the folder of a PEFT adapter, or a model."),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="BASE", help="Base model of the adapter (default: the one that it names)."),
+]
+Style = Annotated[
+    Literal["plain", "chat"] | None,
+    typer.Option(help="Plain prompts, or the chat template (default: as in training, else the template if any)."),
+]
+Temperature = Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy: the likeliest token.")]
+TopP = Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest tokens of this probability.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum number of tokens of an answer.")]
+
+
+def printable(text: str) -> str:
+    """Return text of a model or a file without control characters of terminals; line breaks and emojis are kept."""
+    return "".join(char if char.isprintable() or char in _HARMLESS else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def hush_libraries() -> None:

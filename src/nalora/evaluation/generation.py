@@ -1,4 +1,4 @@
-"""Greedy answers to many prompts, and the loss of target answers, in padded batches of similar length.
+"""Answers to many prompts, and the loss of target answers, in padded batches of similar length.
 
 Prompts of a decoder are padded on the left, since it continues at their end. Prompts of an encoder are padded on the
 right, as in training: with absolute positions, padding on the left would shift every token.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ from nalora.tasks import Answer, Example
 
 # The number of last tokens searched for a stop text: more than are generated between two checks, plus the longest text.
 _STOP_WINDOW = 48
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: greedily at temperature 0, else by `temperature` and `top_p`, reproducibly by `seed`."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `generate`, which replace those of the model's generation config."""
+        if not self.temperature:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -48,6 +64,7 @@ class AnswerGenerator:
         max_new_tokens: the maximum for each turn.
         stop: texts that end an answer; the answer is cut before them.
         batch_tokens: the maximum of one batch, counting prompts and max_new_tokens.
+        sampling: how tokens are chosen; greedily by default.
     """
 
     def __init__(
@@ -58,8 +75,10 @@ class AnswerGenerator:
         max_new_tokens: int,
         stop: Sequence[str] = (),
         batch_tokens: int = 32_768,
+        sampling: Sampling | None = None,
     ) -> None:
         self.model: Any = model
+        self.sampling = sampling or Sampling()
         self.encoder, self.max_new_tokens, self.batch_tokens = encoder, max_new_tokens, batch_tokens
         self.stop = (*stop, *encoder.end_texts)
         self.limit = position_limit(model)
@@ -67,6 +86,7 @@ class AnswerGenerator:
         self.causal = encoder.kind == "causal"
         # On a CPU a cache of fixed size only costs time: every step reads all of it.
         self.static = self.device.type == "cuda" and self.causal and is_plain_decoder(model)
+        self.static &= not self.sampling.temperature
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return batches of examples of similar length; the same examples always give the same batches."""
@@ -89,7 +109,7 @@ class AnswerGenerator:
                         {"role": "assistant", "content": outputs[i][-1]},
                         {"role": "user", "content": further},
                     ]
-            texts = self._generate([self.encoder.prompt(conversations[i]) for i in active])
+            texts = self.generate([self.encoder.prompt(conversations[i]) for i in active])
             for i, (text, count, ended) in zip(active, texts, strict=True):
                 outputs[i].append(text)
                 tokens[i] += count
@@ -97,8 +117,11 @@ class AnswerGenerator:
         return [Answer(*fields) for fields in zip(batch, outputs, tokens, finished, strict=True)]
 
     @torch.inference_mode()
-    def _generate(self, prompts: list[list[int]]) -> list[tuple[str, int, bool]]:
-        """Return (text, number of tokens, whether it ended before the token limit) for each prompt."""
+    def generate(self, prompts: list[list[int]], streamer: Any = None) -> list[tuple[str, int, bool]]:
+        """Return (text, number of tokens, whether it ended before the token limit) for each prompt.
+
+        A `streamer`, for one prompt, gets the tokens as they are generated (transformers' interface: `put`, `end`).
+        """
         tokenizer = self.encoder.tokenizer
         longest = max(map(len, prompts))
         self._check_length(longest)
@@ -108,7 +131,7 @@ class AnswerGenerator:
         if self.limit is not None:
             # A decoder's positions continue after the prompt, those of an encoder-decoder after its start token.
             max_new_tokens = min(max_new_tokens, self.limit - (longest if self.causal else 1))
-        if self.static:
+        if self.static and streamer is None:
             rows = generate_greedily(
                 self.model,
                 ids,
@@ -118,23 +141,21 @@ class AnswerGenerator:
                 pad=tokenizer.pad_token_id,
                 stops=lambda row: self._has_stop(row[-_STOP_WINDOW:]),
             )
-            return [self._read(row) for row in rows]
+            return [self.read(row) for row in rows]
         stops: dict[str, Any] = {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
         generated = self.model.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+            streamer=streamer,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=self._ends(),
+            **self.sampling.options(),
             **stops,
         )
         # After the prompt, or after the decoder's start token.
-        return [self._read(row) for row in generated[:, longest if self.causal else 1 :].tolist()]
+        return [self.read(row) for row in generated[:, longest if self.causal else 1 :].tolist()]
 
     def _check_length(self, longest: int) -> None:
         fix = "use a model with more than {limit} positions"
@@ -159,7 +180,7 @@ class AnswerGenerator:
         own = own if isinstance(own, list) else [own]
         return list(dict.fromkeys(e for e in (*self.encoder.end_tokens, *own) if e is not None))
 
-    def _read(self, row: list[int]) -> tuple[str, int, bool]:
+    def read(self, row: list[int]) -> tuple[str, int, bool]:
         """Return (text, number of tokens, whether it ended) of generated tokens, up to the first end or stop text."""
         ends = set(self._ends())
         count = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))

@@ -63,19 +63,30 @@ def identity(loaded: Loaded, questions: Questions, trained: Path | None = None) 
 
     `trained` is the folder of the adapter, or of the fully fine-tuned model.
     """
-    spec, task, examples = loaded.spec, questions.task, questions.examples
-    source = local_source(spec)
-    # The name of a model on the hub without a revision means the newest commit, which transformers records.
-    commit = getattr(getattr(loaded.model, "config", None), "_commit_hash", None)
+    task, examples = questions.task, questions.examples
     # Chat prompts are made of other texts than plain ones; plain evaluations keep the keys of earlier versions.
     chat = {"chat": [[example.question, example.further_questions] for example in examples]}
-    return _digest({
-        **(chat if questions.style == "chat" else {}),
-        "model": _name(spec), "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
-        "quantise": spec.quantise, "weights": [path and _digest_of_model(path) for path in (source, trained)],
+    return key_of({
+        **(chat if questions.style == "chat" else {}), **identity_of_model(loaded, trained),
         "task": [task.name, questions.options], "style": questions.style,
         "examples": digest_of_examples(task, examples),
-    })[:10]  # fmt: skip
+    })  # fmt: skip
+
+
+def identity_of_model(loaded: Loaded, trained: Path | None = None) -> dict[str, Any]:
+    """Return what changes with the weights and the tokenizer of a model with its adapter, see `identity`."""
+    spec, folders = loaded.spec, (local_source(loaded.spec), trained)
+    # The name of a model on the hub without a revision means the newest commit, which transformers records.
+    commit = getattr(getattr(loaded.model, "config", None), "_commit_hash", None)
+    return {
+        "model": _name(spec), "revision": spec.revision or commit, "dtype": str(next(loaded.model.parameters()).dtype),
+        "quantise": spec.quantise, "weights": [path and _digest_of_model(path) for path in folders],
+    }  # fmt: skip
+
+
+def key_of(setup: Mapping[str, Any]) -> str:
+    """Return ten digits that change with the values of a setup."""
+    return _digest(setup)[:10]
 
 
 def _name(spec: ModelSpec) -> str:

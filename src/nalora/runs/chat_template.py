@@ -21,17 +21,19 @@ class ChatTemplate:
 
     Raises:
         NALoRAError: no chat template, one that cannot be filled in, or one whose generation prompt is not the beginning
-            of an assistant's turn: generation would then start from tokens that were never trained on.
+            of an assistant's turn: generation would then start from tokens that were never trained on. Without
+            `strict` this is allowed: templates that open a thought are one, and nothing is trained.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, strict: bool = True) -> None:
         self.tokenizer = tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise _refusal("a tokenizer without a chat template", "an instruction-tuned model")
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         full = self._text(probe)
         self._end = full[full.rindex("answer") + len("answer") :] if "answer" in full else ""
-        self._answer(probe, 1, full)
+        if strict:
+            self._answer(probe, 1, full)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation that ends with a user's turn, and of the generation prompt."""

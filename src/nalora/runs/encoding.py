@@ -42,6 +42,7 @@ class Encoder:
     tokenizer: Any
     kind: str = "causal"
     style: str = "plain"
+    strict: bool = True  # as in `ChatTemplate`
 
     def __post_init__(self) -> None:
         _ = self._chat  # raises for an unusable template before anything is written or trained
@@ -49,7 +50,12 @@ class Encoder:
     @functools.cached_property
     def _chat(self) -> ChatTemplate | None:
         chosen = self.style == "chat" or (self.style == "auto" and getattr(self.tokenizer, "chat_template", None))
-        return ChatTemplate(self.tokenizer) if chosen else None
+        return ChatTemplate(self.tokenizer, strict=self.strict) if chosen else None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are made by the chat template."""
+        return self._chat is not None
 
     def opening(self, example: Example) -> list[Message]:
         """Return the messages before the answer; in chat style without the `Q: … A:` of plain prompts."""

@@ -184,7 +184,7 @@ class ExampleRows(Sequence[Example]):
             messages = ({"role": "system", "content": self.system}, *messages)
         before, target = messages[:-1], messages[-1]["content"]
         question = next((m["content"] for m in reversed(before) if m["role"] == "user"), "")
-        prompt = _PROMPTS.get(self.checked.reader.format.name, _dialogue)(before, question)
+        prompt = plain_prompt(self.checked.reader.format.name, before, question)
         return Example(self._id(place), prompt, target, question=question, messages=messages)
 
 
@@ -198,6 +198,11 @@ def _key(conversation: Conversation) -> int:
     last = conversation.messages[-1]["content"] if conversation.messages else conversation.text
     text = question_key(" ".join(turns) or last)
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def plain_prompt(format: str, before: Sequence[Mapping[str, str]], question: str) -> str:
+    """Return the messages before an answer, the last of them the question, as plain text of a format."""
+    return _PROMPTS.get(format, _dialogue)(before, question)
 
 
 def _dialogue(before: Sequence[Mapping[str, str]], question: str) -> str:
@@ -218,4 +223,5 @@ _PROMPTS = {
     "prompt/completion": _with_system(lambda question: question),
     "instruction/output": _with_system(alpaca),
     "question/answer": _with_system(lambda question: f"Q: {question}\nA: "),
+    "text": _with_system(lambda question: question),
 }

@@ -1,0 +1,99 @@
+"""The output file of `nalora generate`: JSON lines that are continued after a kill and belong to one setup."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from nalora.errors import NALoRAError, wrong_kind
+from nalora.files import atomic
+from nalora.runs.writable import refuse_unwritable
+
+_OPTION = "--output"
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise NALoRAError if the path is no new file and none that `nalora generate` began, before a model is loaded."""
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise wrong_kind(path, "file", "a new file, or one to continue", f"give another {_OPTION}")
+    refuse_unwritable(path.absolute().parent)
+    if path.is_file():
+        with path.open("rb") as file:
+            line = file.readline()
+        if line.endswith(b"\n") and _row(line) is None:
+            raise _refusal(path, "a file that this command did not write")
+
+
+class AnswerFile:
+    """Rows with the key of their setup (model, prompts, settings) and their number in the input, in any order.
+
+    Args:
+        path: of the file, new or from an earlier call.
+        key: of the setup. A file whose rows have another key, or none, is never changed.
+
+    Raises:
+        NALoRAError: a file of another setup or program, a symbolic link, or no folder to write into.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        refuse_foreign(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.key = path, key
+        self.done: set[int] = set()
+        complete = 0
+        # A row that a kill cut short begins like every other one.
+        beginning = atomic.json_text({"key": key})[:-1].encode()
+        for line in self._lines():
+            row = _row(line)
+            if not line.endswith(b"\n") and line[: len(beginning)] == beginning[: len(line)]:
+                with path.open("r+b") as file:
+                    file.truncate(complete)
+                break
+            if row is None or row["key"] != key:
+                others = "answers of another model, file or setting"
+                raise _refusal(path, others if row else "a file that this command did not write")
+            complete += len(line)
+            self.done.add(row["row"])
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows, each with its number as ``row``; they are on the disk before this returns."""
+        rows = list(rows)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(atomic.json_text({"key": self.key, **row}) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+        self.done |= {row["row"] for row in rows}
+
+    def sort(self) -> None:
+        """Order the rows as in the input; batches are by length."""
+        lines = list(self._lines())
+        ordered = sorted(lines, key=lambda line: json.loads(line)["row"])
+        if ordered != lines:
+            atomic.write(self.path, b"".join(ordered))
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.path.is_file():
+            with self.path.open("rb") as file:
+                yield from file
+
+
+def _refusal(path: Path, found: str) -> NALoRAError:
+    return NALoRAError(
+        str(path),
+        found=found,
+        expected="a new file, or the unfinished output of the same command",
+        fix=f"give another {_OPTION}, or move the file away",
+    )
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return a row of an output file; None for a line of anything else."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_own = isinstance(row, dict) and isinstance(row.get("key"), str) and isinstance(row.get("row"), int)
+    return row if is_own and "output" in row else None
