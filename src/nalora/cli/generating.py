@@ -74,7 +74,7 @@ def generate(
     from nalora.evaluation.generation import AnswerGenerator, Sampling
     from nalora.evaluation.identity import identity_of_model, key_of
     from nalora.runs import targets
-    from nalora.runs.settings import key_values
+    from nalora.runs.conversion import key_values
     from nalora.tasks.data_files import contents
     from nalora.tasks.prompts import PromptRows
 
