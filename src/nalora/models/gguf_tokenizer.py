@@ -32,7 +32,7 @@ def apply_header(tokenizer: Any, header: Header) -> None:
         from tokenizers.processors import TemplateProcessing
 
         tokens = []
-        for name, added in _added(tokenizer).items():
+        for name, added in added_ends(tokenizer).items():
             wanted = header.adds(name)
             tokens.append(getattr(tokenizer, _SPECIAL[name]) if (added if wanted is None else wanted) else None)
         bos, eos = tokens
@@ -61,10 +61,10 @@ def check_tokenizer(tokenizer: Any, header: Header, path: Path) -> None:
 
 
 def _agrees(tokenizer: Any, header: Header) -> bool:
-    return all(header.adds(name) in (None, added) for name, added in _added(tokenizer).items())
+    return all(header.adds(name) in (None, added) for name, added in added_ends(tokenizer).items())
 
 
-def _added(tokenizer: Any) -> dict[str, bool]:
+def added_ends(tokenizer: Any) -> dict[str, bool]:
     """Return whether the tokenizer adds BOS before a text, and EOS after it."""
     ids, plain = (list(tokenizer(_TEXT, add_special_tokens=special).input_ids) for special in (True, False))
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
