@@ -30,7 +30,7 @@ PACKAGES = {
     "training": "training one run, from a YAML file to an adapter",
     "evaluation": "evaluation on a task's test set, with confidence intervals",
     "diagnostics": "how gates changed during training, from snapshots of a run",
-    "report": "HTML reports, figures and tables",
+    "report": "HTML reports, figures, tables and model cards; exports for other programs",
     "studies": "many runs and one answer: methods × learning rates × seeds, with significance tests",
     "cli": "the commands",
 }

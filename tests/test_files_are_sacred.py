@@ -52,6 +52,8 @@ MAY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "report --output": (("page.html",), ()),
     "report --figures": (("out", "out/*.png", "out/*.svg"), ()),
     "report --tables": (("out", "out/tables.md", "out/tables.tex"), ()),
+    "export --to peft": (("out", "out/*"), ()),
+    "export --to merged": (("out", "out/*"), ()),
     "activations --draw": (("out", "out/silu.png", "out/silu.svg"), ()),
     "study --dry-run": ((), ()),
     "train --dry-run": ((), ()),
@@ -96,6 +98,7 @@ def _quiet():
         for commands in (
             cli.chatting,
             cli.diagnosing,
+            cli.exporting,
             cli.generating,
             cli.inspecting,
             cli.reporting,
@@ -167,6 +170,8 @@ def arguments(name: str, base: str) -> list[str]:
         "report --output": ["report", run, "--output", "page.html"],
         "report --figures": ["report", run, "--figures", "out"],
         "report --tables": ["report", run, "--tables", "out"],
+        "export --to peft": ["export", run, "--to", "peft", "--output", "out"],
+        "export --to merged": ["export", run, "--to", "merged", "--output", "out"],
         "activations --draw": ["activations", "silu", "--draw", "out"],
         "study --dry-run": ["study", "study.yaml", "--store", "out", "--dry-run"],
         "inspect": ["inspect", base],
@@ -186,7 +191,10 @@ def test_what_a_command_may_write_and_remove(place, base, name):
     root = "" if "out" in arguments(name, base) else root
     check_changes(place, before, name, root)
     again = tree(place)
-    if name not in ("train", "train --resume"):  # what nalora wrote it may write once more
+    if name.startswith("export"):  # others may use an exported folder, so it is not replaced
+        assert "a folder with files" in command(*arguments(name, base))
+        assert tree(place) == again
+    elif name not in ("train", "train --resume"):  # what nalora wrote it may write once more
         assert command(*arguments(name, base)) == ""
         check_changes(place, again, name, root)
 
@@ -285,7 +293,7 @@ def commands_on(place: Path, folder: Path, base: str, nowhere: Path) -> list[lis
         ["report", recorded, "--tables", place], ["report", place, "--tables", place],
         ["study", folder / "study.yaml", "--store", place, "--so-far"],
         ["study", folder / "study.yaml", "--store", place, "--dry-run"],
-        ["report", folder / "study.yaml", "--store", place],
+        ["report", folder / "study.yaml", "--store", place], ["export", base, "--to", "peft", "--output", place],
     ]  # fmt: skip
 
 

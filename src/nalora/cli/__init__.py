@@ -13,6 +13,7 @@ from nalora.cli import (
     chatting,
     data,
     diagnosing,
+    exporting,
     failures,
     generating,
     inspecting,
@@ -81,9 +82,9 @@ def _options(
 
 
 for command in (
-    runs.demo, data.data, runs.train, runs.evaluate, chatting.chat, generating.generate, diagnosing.diagnose,
-    reporting.report, studying.study, inspecting.inspect, listing.methods, listing.tasks, listing.models,
-    inspecting.activations, listing.recipes,
+    runs.demo, data.data, runs.train, runs.evaluate, chatting.chat, generating.generate, exporting.export,
+    diagnosing.diagnose, reporting.report, studying.study, inspecting.inspect, listing.methods, listing.tasks,
+    listing.models, inspecting.activations, listing.recipes,
 ):  # fmt: skip
     app.command()(command)
 app.command(context_settings=launching.CONTEXT)(launching.launch)

@@ -52,6 +52,12 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def changes_base(config: dict[str, Any]) -> bool:
+    """Return whether the adapter's initialisation changes the weights of the base model that PEFT loads it on."""
+    start = config.get("init_lora_weights")
+    return isinstance(start, str) and start.lower() not in _KEEP_BASE
+
+
 def with_adapter(base: nn.Module, folder: Path, *, keep_base: bool = False) -> nn.Module:
     """Return the base model with a folder's adapter, in evaluation mode.
 
@@ -65,9 +71,7 @@ def with_adapter(base: nn.Module, folder: Path, *, keep_base: bool = False) -> n
 
     config = adapter_config(folder)
     if keep_base:
-        start = config.get("init_lora_weights")
-        changes_weights = isinstance(start, str) and start.lower() not in _KEEP_BASE
-        tensors = () if changes_weights else (*base.parameters(), *base.buffers())
+        tensors = () if changes_base(config) else (*base.parameters(), *base.buffers())
         base = copy.deepcopy(base, {id(tensor): tensor for tensor in tensors})
     try:
         with warnings.catch_warnings(record=True) as raised:

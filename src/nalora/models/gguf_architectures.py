@@ -118,7 +118,8 @@ class Architecture:
         """
         layer, _, kind = name.rpartition(".")
         if self.name == "llama" and layer.endswith(("q_proj", "k_proj")):
-            return weight.unflatten(0, (-1, 2, self.head_size // 2)).transpose(1, 2).reshape(weight.shape)
+            halves = weight.reshape(-1, 2, self.head_size // 2, *weight.shape[1:])
+            return halves.transpose(1, 2).reshape(weight.shape)
         if self.is_gemma and layer.endswith("norm") and kind == "weight":
             return weight.float() + 1
         return weight

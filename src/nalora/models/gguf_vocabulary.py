@@ -8,6 +8,7 @@ text is a token, the one of the highest score first.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ def _byte_level(described: dict[str, Any]) -> Vocabulary:
         "that of GPT-2, SmolLM, Llama 3, Qwen 2 or Qwen 3.5",
     )
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in described["model"]["merges"]]
-    notices = ["llama.cpp does not normalise texts to NFC, which the tokenizer does"] if kind else []
+    notices = ["in llama.cpp texts are not normalised to NFC, as they are by the tokenizer"] if kind else []
     return Vocabulary("gpt2", str(pre), [], [], merges=merges, notices=notices)
 
 
@@ -128,7 +129,7 @@ def _sentencepiece(described: dict[str, Any]) -> Vocabulary:
     the merges of tokenizer.json are all the pairs that form a token, sorted by that token.
     """
     model = described["model"]
-    prefix, after_special = _space_prefix(described)
+    prefix, notices = _space_prefix(described)
     vocabulary = model["vocab"]
     # Added tokens are found in a text before anything is merged, so their own place in the order does not matter.
     added = {token["content"] for token in described["added_tokens"]}
@@ -137,7 +138,7 @@ def _sentencepiece(described: dict[str, Any]) -> Vocabulary:
     ranks: dict[str, int] = {}
     for token in made:
         ranks.setdefault(token, len(ranks))
-    in_order = all(ranks[one] <= ranks[other] for one, other in zip(made, made[1:], strict=False))
+    in_order = all(ranks[one] <= ranks[other] for one, other in itertools.pairwise(made))
     possible = sum(
         token[:cut] in vocabulary and token[cut:] in vocabulary
         for token in vocabulary.keys() - added
@@ -149,23 +150,23 @@ def _sentencepiece(described: dict[str, Any]) -> Vocabulary:
         "the merges of a SentencePiece model, as those of Llama 2 and Gemma",
     )
     scores = [-float(ranks.get(token, len(vocabulary))) for token in _by_id(vocabulary)]
-    notices = [] if after_special else ["llama.cpp adds a space after special tokens, which the tokenizer does not"]
     return Vocabulary("llama", "default", [], [], scores=scores, space_prefix=prefix, notices=notices)
 
 
-def _space_prefix(described: dict[str, Any]) -> tuple[bool, bool]:
-    """Return whether a space is put before texts, and whether that is the same after a special token."""
+def _space_prefix(described: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Return whether a space is put before texts, and where llama.cpp puts one that the tokenizer does not."""
     normalizer, pre = described["normalizer"], described["pre_tokenizer"]
     steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     unused = pre is None or (pre["type"] == "Split" and pre["pattern"] == {"String": " "})
     if unused and steps == [replaces]:
-        return False, True
+        return False, []
     if unused and steps == [{"type": "Prepend", "prepend": _SPACE}, replaces]:
-        return True, True
+        return True, []
     if normalizer is None and pre and pre["type"] == "Metaspace" and pre["replacement"] == _SPACE and not pre["split"]:
         scheme = pre["prepend_scheme"]
-        return scheme != "never", scheme != "first"
+        where = {"always": "before texts that begin with one", "first": "also after special tokens"}
+        return scheme != "never", [f"in llama.cpp a space is put {where[scheme]}"] if scheme in where else []
     found = shortened(json.dumps({"normalizer": normalizer, "pre_tokenizer": pre}), 300)
     _check(False, f"a pre-tokenizer that it has no name for: {found}", "that of Llama 2 or Gemma")
     raise AssertionError

@@ -118,19 +118,12 @@ def _named(architecture: Architecture, weights: Mapping[str, Tensor]) -> Iterato
     name_in_file = architecture.tensor_names()
     written: set[tuple[int, torch.Size]] = set()
     for source, tensor in weights.items():
-        file_name = name_in_file(source)
         place = (tensor.data_ptr(), tensor.shape)
-        if not file_name or place in written:
+        if place in written:
             continue
         written.add(place)
-        if architecture.name == "gemma2" and file_name.startswith("output."):
-            raise NALoRAError(
-                source,
-                found="an output layer with weights of its own",
-                expected="the embedding's weights, as llama.cpp computes Gemma 2",
-                fix="export --to merged",
-            )
-        yield source, file_name
+        if file_name := name_in_file(source):
+            yield source, file_name
 
 
 def _kind(tensor: Tensor, precision: str) -> Any:
