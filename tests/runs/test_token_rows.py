@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from launched import losses, weights
 from stopped_runs import train_and_stop
 
+from nalora import tasks
 from nalora.runs import encoding
 from nalora.runs.settings import check
 from nalora.runs.token_rows import DerivedRows, StoredRows, packed_rows
@@ -70,3 +72,20 @@ def test_training_is_the_same_bit_for_bit_however_rows_are_kept_and_after_a_stop
         assert losses(tmp_path / name) == losses(tmp_path / "stored")
         expected, trained = weights(tmp_path / "stored"), weights(tmp_path / name)
         assert all(torch.equal(expected[key], trained[key]) for key in expected)
+
+
+@pytest.mark.slow
+def test_rows_from_the_file_to_the_tokens_take_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "MOST_STORED", 10_000)
+    with (tmp_path / "long.jsonl").open("w") as file:
+        for n in range(4_000):
+            file.write(json.dumps({"prompt": f"{n} " + "x" * 300, "completion": "y"}) + "\n")
+    encoder = encoding.Encoder(tiny.tokenizer())
+    tracemalloc.start()
+    train, _ = tasks.get(str(tmp_path / "long.jsonl")).validation_split(50)
+    rows = encoding.encode(train, encoder, 512).rows
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(rows) > 3_000
+    # The file has 1.3 MB, its tokens would take 10 MB as arrays. Measured: 1.2 MB.
+    assert peak < 1_500_000
