@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nalora.cli.screen import console, hush_libraries, table
+from nalora.cli.screen import console, hush_libraries, printable, table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -123,7 +123,7 @@ def _marked(name: str, parts: list[Part], *, brackets: bool) -> Text:
 
 
 def _literal(text: str, style: str = "") -> Text:
-    """Return text of a file for the terminal, without control characters."""
+    """Return text of a file for the terminal: no control characters, no markup."""
     from rich.text import Text
 
-    return Text("".join(char if char.isprintable() or char in "\n\t" else "�" for char in text), style)
+    return Text(printable(text), style)
