@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_a_word_replaces_a_variable_and_a_variable_the_file(place):
     assert chosen == {
         "apply_to": "update", "keep_ratio": 0.2, "sharpness": 7.0, "gate": {"low": 0.7}, "kernels": "off",
     }  # fmt: skip
+
+
+def test_variables_that_nalora_reads_itself_are_no_settings():
+    files = Path(nalora.__file__).parent.rglob("*.py")
+    read = {name for file in files for name in re.findall(r'"(NALORA_[A-Z_]+)"', file.read_text(encoding="utf-8"))}
+    assert "NALORA_CACHE" in read
+    assert launching.chosen_settings(None, dict.fromkeys(read, "x"), []) == {}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
-CACHE = Path(os.environ.get("NALORA_TEST_ENVIRONMENTS", "~/.cache/nalora-test-environments")).expanduser()
+CACHE = Path(os.environ.get("TRAINER_ENVIRONMENTS", "~/.cache/nalora-test-environments")).expanduser()
 PACKAGES = {
     "llamafactory": ["llamafactory==0.9.5", "transformers==5.6.0", "peft==0.18.1", "trl==0.24.0", "accelerate==1.11.0"],
     "swift": ["ms-swift==4.6.0", "transformers==5.19.0", "peft==0.20.0", "trl==0.29.1", "accelerate==1.15.0"],
