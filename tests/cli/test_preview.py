@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
+
 import pytest
 import tiny
+
+from nalora.training.callbacks import GracefulStop
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +32,8 @@ def test_it_prints_what_would_be_trained_and_trains_nothing(run, recipe, tmp_pat
     assert code == 0, out
     for part in (
         "20 examples in 20 rows", "tokens per row on average", "10 of 4 rows", "2 times the data", "trained,", "% of",
-        "weights", "gradients", "optimizer state", "activations", "an estimate", "add --measure", "adapter",
-        "checkpoints", "are free", "NA-LoRA plan: 2 FFN block(s)", "Nothing was trained",
+        "weights", "gradients", "optimizer state", "activations", "an estimate", "the process about", "add --measure",
+        "adapter",        "checkpoints", "are free", "NA-LoRA plan: 2 FFN block(s)", "Nothing was trained",
     ):  # fmt: skip
         assert part in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
@@ -40,6 +46,17 @@ def test_measured_steps_give_the_time_and_the_peak(run, recipe, tmp_path):
     assert "4 steps measured on this machine" in out
     assert "the process's peak" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml"]
+
+
+def test_stopped_in_a_measured_step_it_leaves_nothing(run, recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(GracefulStop, "on_step_begin", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    code, out, _ = run("train", recipe, "--dry-run", "--measure")
+    assert code == 130
+    assert "stopped; nothing was kept" in out
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_what_would_stop_the_run_is_named(run, recipe, tmp_path):

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from nalora.cli.screen import table
+from nalora.cli.screen import INTERRUPTED, table
 from nalora.errors import counted
 
 if TYPE_CHECKING:
@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 def preview(screen: Console, run: Run, *, resume: bool, measured: bool) -> None:
     """Print data, parameters, memory, time and disk space of a run, and what would stop it (exit code 2)."""
     from nalora.training.dry_run import examine, measure
+    from nalora.training.run import Interrupted
 
     with screen.status("reading data and model"):
         found = examine(run, resume=resume)
     timing = None
     if measured and not found.problems:
-        with screen.status("training the first steps in a temporary folder"):
-            timing = measure(run)
+        try:
+            with screen.status("training the first steps in a temporary folder"):
+                timing = measure(run)
+        except Interrupted:
+            screen.print("stopped; nothing was kept", highlight=False)
+            raise typer.Exit(INTERRUPTED) from None
     rows = table("", "expected", "basis", show_header=False)
     for row in _lines(run, found, timing):
         rows.add_row(*map(escape, row))
@@ -86,7 +91,12 @@ def _memory_lines(settings: Any, found: DryRun, timing: Measured | None) -> Iter
         longest = f"{counted(split.micro, 'row')} of {max(found.lengths, default=0):,} tokens" if found.lengths else ""
         basis = f"a pass over {longest or counted(split.micro, 'example')}, computed without values on a CPU"
         yield "", f"activations {_size(memory.activations)}", basis
-    yield "", f"in all {_size(memory.total)}", "an estimate; fused layers and Liger's kernels are not part of it"
+    yield "", f"in all {_size(memory.total)}", "an estimate; without fused layers, Liger's kernels, several GPUs"
+    if found.device == "cpu":
+        basis = "with Python, libraries and blocks that the C library keeps"
+        yield "", f"the process about {_size(memory.process_on_cpu)}", basis
+    else:
+        yield "", "", "not checked on this kind of device; its allocator reserves more than tensors need"
     if timing is not None:
         what = "the GPU's peak" if timing.on_gpu else "the process's peak, Python and its libraries included"
         yield "", f"measured {_size(timing.peak)}", what

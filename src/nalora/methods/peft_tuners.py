@@ -19,7 +19,7 @@ from nalora.models.peft_names import ADAPTER, CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
 # Fields that the run's own settings determine for every tuner.
-_OF_THE_RUN = {"r", "alpha", "lora_alpha", "target_modules"}
+_OF_THE_RUN = {"r", "alpha", "lora_alpha", "target_modules", "target_parameters"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,9 @@ class PeftTuner(Method):
         settings = {name: value for name, value in of_the_run.items() if name in fields} | self.settings()
         if settings.get("oft_block_size"):
             settings["r"] = 0  # OFT takes the number of blocks or their size, and has a default for r
-        if adapter.target_parameters:
+        if adapter.target_parameters and "target_parameters" in fields:
+            settings["target_parameters"] = adapter.target_parameters
+        elif adapter.target_parameters:
             raise NALoRAError(
                 f"target_parameters: {adapter.target_parameters}",
                 found=f"method {self.name!r}, whose tuner adapts layers alone",

@@ -61,6 +61,7 @@ class DryRun:
         as_lora: whether `trainable` is that of LoRA, because the method's own start needs weights.
         plan: of NA-LoRA, if the method is NA-LoRA.
         memory: at the peak of a step.
+        device: where it would be trained.
         disk: bytes by what needs them.
         free: free bytes where the run's folder would be.
     """
@@ -75,6 +76,7 @@ class DryRun:
     as_lora: bool = False
     plan: Plan | None = None
     memory: Memory | None = None
+    device: str = "cpu"
     disk: dict[str, int] = field(default_factory=dict)
     free: int = 0
 
@@ -144,7 +146,7 @@ def _check_folder(run: Run, resume: bool) -> None:
 
 def _check_hardware(run: Run, found: DryRun) -> None:
     settings = run.settings
-    device = resolve_device(settings.device)
+    found.device = device = resolve_device(settings.device)
     found.split = split = split_batch(settings)
     if settings.liger:
         refuse_unless_liger_runs(device)
@@ -174,8 +176,7 @@ def _prepare_model(run: Run, found: DryRun) -> None:
     found.trainable = run.method.trainable_parameters(model)
     if isinstance(run.method, NALoRA):
         found.plan = make_plan(find_blocks(model), run.method.config, "auto")
-    device = resolve_device(settings.device)
-    dtype = settings.dtype or default_dtype(device)
+    dtype = settings.dtype or default_dtype(found.device)
     lengths = found.lengths or [0]
     longest = inputs.dataset[max(range(len(lengths)), key=lengths.__getitem__)]
     found.memory = estimate(
