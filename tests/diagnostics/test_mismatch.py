@@ -46,6 +46,11 @@ def runs(tmp_path_factory):
     return place
 
 
+def load_pair(folder, target):
+    finished = finished_run(folder)
+    return load_run_and_target(finished.run, finished.trained, target, DiagnosisOptions())
+
+
 def everything(value):
     """All numbers in a result, wherever they stand."""
     if isinstance(value, dict):
@@ -102,7 +107,7 @@ def test_an_na_lora_run_is_evaluated_with_the_mask_it_ended_with(runs):
     assert result["mask_step"] == 4
     assert result["mask"].keys() == result["statistics"]["utility"].keys()
     # The same from the state's own tensors, by their names in the trained model.
-    pair = load_run_and_target(finished_run(runs / "na-lora"), str(runs / "full"), DiagnosisOptions())
+    pair = load_pair(runs / "na-lora", str(runs / "full"))
     sites, sums = compare(pair.run, pair.target, pair.probe.batches)
     state = checkpoint.load(runs / "na-lora" / "checkpoints" / "checkpoint-4")["tensors"]
     masks = [state[f"base_model.model.{site.name}/mask"] for site in sites]
@@ -195,7 +200,7 @@ def test_a_full_run_is_evaluated_as_well(runs):
 
 
 def test_two_adapters_share_one_base(runs):
-    pair = load_run_and_target(finished_run(runs / "lora"), str(runs / "na-lora"), DiagnosisOptions())
+    pair = load_pair(runs / "lora", str(runs / "na-lora"))
     held = {tensor.data_ptr() for model in (pair.run, pair.target) for tensor in model.parameters()}
     names = [name for name, _ in pair.run.named_parameters()]
     adapters = sum("lora_" in name for name in names)

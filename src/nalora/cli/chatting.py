@@ -78,7 +78,8 @@ def chat(
         conversations = {
             label: Conversation(loaded, form, sampling, max_tokens, system) for label, loaded in labels.items()
         }
-    on = f" on {named.spec.name}" if named.trained else ""
+    base_name = Path(named.spec.name).name if Path(named.spec.name).is_absolute() else named.spec.name
+    on = f" on {base_name}" if named.trained else ""
     chosen = f"temperature {temperature:g}" if temperature else "greedy answers (--temperature 0.7 samples)"
     note(f"{target}{on}: {chosen}, at most {counted(max_tokens, 'token')}. /help lists commands, Ctrl-D ends.", notes)
     if form.notice:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from nalora.cli.screen import DataDir, Device, Trust, console, hush_libraries, number, table
+from nalora.cli.screen import BaseModel, DataDir, Device, Trust, console, hush_libraries, number, table
 from nalora.errors import counted
 from nalora.runs.progress import bars
 
@@ -22,14 +22,19 @@ _COLUMNS = {
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN|ADAPTER", help="The folder of a run, or of an adapter or its checkpoints.")
+    ],
+    model: BaseModel = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN|MODEL", help="Compare the run with this run or model instead, term by term."),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Use only snapshots at multiples of this number of steps.")] = 1,
     probe_size: Annotated[int, typer.Option(min=1, help="Number of training examples to measure on.")] = 512,
-    task: Annotated[str | None, typer.Option(help="Task of these examples (default: the task of the run).")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task of these examples (default: the run's; an adapter needs one).")
+    ] = None,
     data_dir: DataDir = None,
     batch_size: Annotated[
         int | None,
@@ -39,14 +44,22 @@ def diagnose(
     per_channel: Annotated[
         bool, typer.Option("--per-channel", help="Also write the values of every channel to the file.")
     ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the result (default: the run's; of an adapter runs/evaluations).")
+    ] = None,
     trust: Trust = False,
 ) -> None:
-    """Measure how the gates of a run changed between its snapshots, for each interval and each layer."""
+    """Measure how the gates of a run changed between its snapshots, for each interval and each layer.
+
+    nalora diagnose my-adapter --model Qwen/Qwen3-0.6B --task gsm8k
+    """
     hush_libraries()
     from nalora.diagnostics import dynamics
     from nalora.diagnostics.inputs import DiagnosisOptions
+    from nalora.runs.targets import results_of
 
-    options = DiagnosisOptions(every, probe_size, task, data_dir, batch_size, device, per_channel, trust)
+    options = DiagnosisOptions(every, probe_size, task, data_dir, batch_size, device, per_channel, trust, model, output)
+    place = output or (run if (run / "run.yaml").is_file() else results_of(str(run)))
     screen = console()
     with bars(screen, transient=True) as report:
         if against is None:
@@ -57,10 +70,10 @@ def diagnose(
             result = diagnose_against(run, against, options, report=report)
     if against is None:
         print_diagnosis(screen, result)
-        screen.print(f"Diagnosis: {run / 'diagnosis.json'}", highlight=False)
+        screen.print(f"Diagnosis: {place / 'diagnosis.json'}", highlight=False, soft_wrap=True)
     else:
         print_mismatch(screen, result)
-        screen.print(f"Mismatch: {run / 'mismatch.json'}", highlight=False)
+        screen.print(f"Mismatch: {place / 'mismatch.json'}", highlight=False, soft_wrap=True)
 
 
 def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:

@@ -22,13 +22,13 @@ from nalora.diagnostics.inputs import Batch, DiagnosisInputs, DiagnosisOptions
 from nalora.diagnostics.lockstep import Gates, Lockstep, on_device
 from nalora.diagnostics.measures import Distribution, Movement, Sums, distribution, movement, token_slices
 from nalora.diagnostics.sites import GateSite, find_sites
-from nalora.diagnostics.states import SavedState, masks_by_site, states_of
+from nalora.diagnostics.states import SavedState, masks_by_site
+from nalora.diagnostics.subjects import subject_of
 from nalora.errors import NALoRAError
-from nalora.runs.folder import RunFolder, write_json
+from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
-from nalora.runs.saved_run import read_run, refuse_unless_own
-from nalora.runs.writable import refuse_unwritable
 
+FILE_NAME = "diagnosis.json"
 CHANNELS_FILE = "diagnosis_channels.safetensors"
 # Elements of z that are processed together: what fits a CPU's cache, and what fills a GPU.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 18, 1 << 22
@@ -52,18 +52,16 @@ class Comparison:
 def diagnose(
     target: str | Path, options: DiagnosisOptions | None = None, *, report: Report = lambda what, done, total: None
 ) -> dict[str, Any]:
-    """Compare a run's states, write the result into its folder as diagnosis.json, and return it.
+    """Compare the states of a run or an adapter, write the result as diagnosis.json, and return it.
 
-    Raises NALoRAError if there is no run, fewer than two states of it, or a state of another model.
+    Raises NALoRAError if there is no run or adapter, fewer than two states of it, or a state of another model.
     """
     options = options or DiagnosisOptions()
-    folder = RunFolder(target)
-    run = read_run(folder, trust=options.trust)
-    refuse_unless_own(folder, folder.diagnosis.name, CHANNELS_FILE)
-    refuse_unwritable(folder.path)
-    states, notices = states_of(folder, run, options.every)
+    subject = subject_of(target, options, FILE_NAME, CHANNELS_FILE)
+    folder, run = subject.folder, subject.run
+    states, notices = subject.states(options.every)
     began = time.perf_counter()
-    inputs = DiagnosisInputs(run, options)
+    inputs = DiagnosisInputs(run, options, subject.trained)
     sites, batches = find_sites(inputs.base), inputs.probe.batches
     device = next(inputs.base.parameters()).device
     inference_peak = _inference_peak(inputs.pair(states[0].folder, states[1].folder)[0], batches)
@@ -97,7 +95,7 @@ def diagnose(
     tokens = [block.tokens for interval in (*intervals, first_to_last) for block in interval.movements.values()]
     diagnosis = {
         "run": str(folder.path),
-        "method": run.method.name,
+        "method": run.method.name if subject.is_run else "adapter",
         "model": run.settings.model,
         "probe": {
             "task": inputs.probe.task,
@@ -114,9 +112,10 @@ def diagnose(
             "peak_memory_ratio": inference_peak and round(torch.cuda.max_memory_allocated(device) / inference_peak, 3),
         },
     }
+    subject.output.mkdir(parents=True, exist_ok=True)
     if options.per_channel:
-        write_channels(folder.path / CHANNELS_FILE, sites, intervals, first_to_last, distributions)
-    write_json(folder.diagnosis, diagnosis)
+        write_channels(subject.output / CHANNELS_FILE, sites, intervals, first_to_last, distributions)
+    write_json(subject.output / FILE_NAME, diagnosis)
     return diagnosis
 
 

@@ -15,7 +15,7 @@ from nalora.models import loading
 from nalora.models.adapters import is_adapter, with_adapter
 from nalora.models.loading import Loaded, ModelSpec
 from nalora.runs.inputs import kind_of, prepare
-from nalora.runs.saved_run import FinishedRun, finished_run
+from nalora.runs.saved_run import finished_run
 from nalora.runs.settings import Run
 
 Batch = dict[str, Any]
@@ -34,7 +34,9 @@ class DiagnosisOptions:
             at a time. Default: 16 on a CPU, 128 on a GPU, which smaller batches do not fill.
         device: device to run on (default: the run's).
         per_channel: also write the values of every channel.
-        trust: whether code that the run's settings name may be executed.
+        trust: whether code that comes with a run or a model may be executed.
+        model: the base model of an adapter (default: the one that it names).
+        output: the folder for the result (default: the run's; of an adapter, one below runs/evaluations).
     """
 
     every: int = 1
@@ -45,6 +47,8 @@ class DiagnosisOptions:
     device: str | None = None
     per_channel: bool = False
     trust: bool = False
+    model: str | None = None
+    output: Path | None = None
 
     def rows(self, device: torch.device) -> int:
         """Return the number of examples per forward pass of one model, half of a batch."""
@@ -70,14 +74,17 @@ class ComparedModels(NamedTuple):
 class DiagnosisInputs:
     """The probe of a run, and its states as models; adapters of one base share its weights.
 
+    The tokenizer is the one in the folder `saved` if there is one, else the base model's.
+
     Raises NALoRAError if the task does not exist or none of its examples fits.
     """
 
-    def __init__(self, run: Run, options: DiagnosisOptions) -> None:
+    def __init__(self, run: Run, options: DiagnosisOptions, saved: Path | None = None) -> None:
         settings = run.settings if options.device is None else replace(run.settings, device=options.device)
         self._task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
         self._spec = settings.model_spec(kind_of(self._task, settings.model_spec()))
-        loaded = loading.load(self._spec)
+        processor = loading.load_processor(self._spec, saved) if saved else None
+        loaded = loading.load(self._spec, processor=processor)
         self._processor = loaded.processor
         self.probe, base = make_probe(run, loaded, options)
         self._bases: dict[ModelSpec, nn.Module] = {self._spec: base}
@@ -116,10 +123,11 @@ class DiagnosisInputs:
         return self._task.prepare_model(loading.load(spec, processor=self._processor)).model
 
 
-def load_run_and_target(run: FinishedRun, target: str, options: DiagnosisOptions) -> ComparedModels:
-    """Load a run and its target: a finished run, an adapter of the run's base, a model's folder, or a hub id.
+def load_run_and_target(run: Run, trained: Path, target: str, options: DiagnosisOptions) -> ComparedModels:
+    """Load a run or an adapter, from the folder `trained`, and its target.
 
-    Raises NALoRAError if the target does not exist, is not finished or cannot be loaded.
+    The target is a finished run, an adapter of the same base, a model's folder, or a hub id. Raises NALoRAError if it
+    does not exist, is not finished or cannot be loaded.
     """
     path, base = Path(target).expanduser(), {}
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
@@ -130,8 +138,8 @@ def load_run_and_target(run: FinishedRun, target: str, options: DiagnosisOptions
         settings = other.run.settings
         path = other.trained
         base = {"name": settings.model, "revision": settings.revision, "quantise": settings.quantise}
-    inputs = DiagnosisInputs(run.run, options)
-    return ComparedModels(inputs.model(run.trained), inputs.model(path, **base), inputs.probe)
+    inputs = DiagnosisInputs(run, options, trained)
+    return ComparedModels(inputs.model(trained), inputs.model(path, **base), inputs.probe)
 
 
 def make_probe(run: Run, loaded: Loaded, options: DiagnosisOptions) -> tuple[Probe, nn.Module]:

@@ -19,13 +19,12 @@ from nalora.diagnostics.lockstep import Gates, Lockstep
 from nalora.diagnostics.mismatch_measures import STATISTICS, measures
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.diagnostics.states import final_state, masks_by_site
+from nalora.diagnostics.subjects import subject_of
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
 from nalora.files import atomic
 from nalora.runs.folder import write_json
 from nalora.runs.progress import Report
-from nalora.runs.saved_run import finished_run, refuse_unless_own
-from nalora.runs.writable import refuse_unwritable
 
 FILE_NAME = "mismatch.json"
 CHANNELS_FILE = "mismatch_channels.safetensors"
@@ -39,10 +38,10 @@ def diagnose_against(
     *,
     report: Report = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Measure a run's mismatch against a target, write it into the run's folder as mismatch.json, and return it.
+    """Measure the mismatch of a run or an adapter against a target, write it as mismatch.json, and return it.
 
     Args:
-        run: folder of a finished run.
+        run: folder of a finished run, or of an adapter.
         target: folder of another finished run, of an adapter of the same base or of a model, or a hub id.
         options: probe (default: the run's training set) and device.
         report: called with (description, done, total).
@@ -50,10 +49,9 @@ def diagnose_against(
     Raises NALoRAError if run or target do not exist or are not finished, or for models of different architectures.
     """
     options = options or DiagnosisOptions()
-    finished = finished_run(run, trust=options.trust)
-    refuse_unless_own(finished.folder, FILE_NAME, CHANNELS_FILE)
-    refuse_unwritable(finished.folder.path)
-    models = load_run_and_target(finished, target, options)
+    subject = subject_of(run, options, FILE_NAME, CHANNELS_FILE, finished=True)
+    assert subject.trained is not None
+    models = load_run_and_target(subject.run, subject.trained, target, options)
     batches = models.probe.batches
     all_sites, all_sums = compare(
         models.run, models.target, batches, progress=lambda done: report("comparing", done, len(batches))
@@ -61,7 +59,7 @@ def diagnose_against(
     # Blocks that no token reached, such as those of another tower, are left out.
     sites = [site for site, block in zip(all_sites, all_sums, strict=True) if block.tokens]
     sums = [block for block in all_sums if block.tokens]
-    state = final_state(finished.folder)
+    state = final_state(subject.folder)
     by_site = masks_by_site(state.controller, sites) if state else {}
     masks = [by_site.get(index) for index in range(len(sites))] if by_site else None
     result = {
@@ -72,16 +70,17 @@ def diagnose_against(
             "task": models.probe.task,
             "examples": models.probe.examples,
             "tokens": max((block.tokens for block in sums), default=0),
-            "seed": finished.run.settings.seed,
+            "seed": subject.run.settings.seed,
         },
         "blocks": [{**described(site), "gated": site.up is not None} for site in sites],
         "mask_step": state and state.step,
         "channels": CHANNELS_FILE if options.per_channel else None,
         **measures(sums, masks),
     }
+    subject.output.mkdir(parents=True, exist_ok=True)
     if options.per_channel:
-        _write_channels(finished.folder.path / CHANNELS_FILE, sites, sums, by_site)
-    write_json(finished.folder.path / FILE_NAME, result)
+        _write_channels(subject.output / CHANNELS_FILE, sites, sums, by_site)
+    write_json(subject.output / FILE_NAME, result)
     return result
 
 

@@ -48,18 +48,26 @@ def states_of(folder: RunFolder, run: Run, every: int = 1) -> tuple[list[SavedSt
     if not folder.result.is_file():
         notices.append("the run is not finished: these are its states so far")
     states = [SavedState(step, folder.snapshot(step)) for step in folder.snapshot_steps()]
+    fix = "train with snapshot_every: N, or finish the run"
+    return intact_states(states or _without_snapshots(folder, run, notices), notices, every, folder.path, fix)
+
+
+def intact_states(
+    states: Sequence[SavedState], notices: list[str], every: int, path: Path, fix: str
+) -> tuple[list[SavedState], list[str]]:
+    """Return the undamaged states, of the steps that `states_of` returns, and the notices with one for each other."""
     intact: list[SavedState] = []
-    for state in states or _without_snapshots(folder, run, notices):
+    for state in states:
         if (damage := _damage(state.folder)) is None:
             intact.append(state)
         else:
             notices.append(f"step {state.step} is left out: {damage}")
     if len(intact) < 2:
         raise NALoRAError(
-            str(folder.path),
+            str(path),
             found="; ".join([f"{len(intact)} state(s) to compare", *notices]),
             expected="at least two snapshots of the trained weights",
-            fix="train with snapshot_every: N, or finish the run",
+            fix=fix,
         )
     return [state for state in intact if state in (intact[0], intact[-1]) or state.step % every == 0], notices
 

@@ -19,7 +19,7 @@ from nalora.runs.inputs import kind_of
 from nalora.runs.progress import Report
 from nalora.runs.saved_run import FinishedRun, refuse_unless_own
 from nalora.runs.targets import Target
-from nalora.runs.writable import folder_name, refuse_unwritable
+from nalora.runs.writable import refuse_unwritable
 from nalora.tasks import Example, Task
 
 __all__ = ["Request", "evaluate_target"]
@@ -42,7 +42,7 @@ def evaluate_target(
     if request.task is None and not RunFolder(name).settings.is_file():
         raise _no_task(Path(name))
     target = targets.resolve(name, model=request.model, device=device, trust=request.trust, own=request.own)
-    refuse_unwritable(output or (target.run.folder.path if target.run else _default_place(name)))
+    refuse_unwritable(output or (target.run.folder.path if target.run else targets.results_of(name)))
     if target.run:
         questions, place = _questions_of_run(target.run, request, output)
     else:
@@ -74,19 +74,13 @@ def _no_task(path: Path) -> NALoRAError:
     )
 
 
-def _default_place(name: str) -> Path:
-    """Return the folder of what is evaluated outside a run: an adapter's or a model's own folder is the user's."""
-    path = Path(name)
-    return Path("runs") / "evaluations" / folder_name(name.strip("/") if path.name else path.resolve().name)
-
-
 def _questions(target: Target, request: Request, output: Path | None) -> tuple[Questions, Path]:
     """Return the questions for an adapter or a model, and the folder of the results."""
     assert request.task is not None
     options = _checked_options(request.task, without_removed(request.options or {}))
     name = tasks.name_of(request.task)
     if output is None:
-        place = _default_place(target.name) / name
+        place = targets.results_of(target.name) / name
     else:
         place = output / name if target.trained else output / name / "model"
     refuse_unwritable(place)

@@ -14,6 +14,7 @@ from nalora.models.loading import Kind, Loaded, ModelSpec
 from nalora.runs import checkpoints
 from nalora.runs.folder import RunFolder
 from nalora.runs.saved_run import FinishedRun, finished_run, read_run
+from nalora.runs.writable import folder_name
 
 # Where `nalora train` writes by default.
 _RUNS = Path("runs")
@@ -137,6 +138,12 @@ def load_processor(target: Target, kind: Kind | None = None) -> Any:
     """Load the tokenizer, or the processor of images: the one saved with the adapter, else the base model's."""
     spec = replace(target.trained_spec, kind=kind or loading.model_kind(target.spec))
     return loading.load_processor(spec, target.trained)
+
+
+def results_of(name: str) -> Path:
+    """Return the folder for results of what is no run: an adapter's or a model's own folder is the user's."""
+    path = Path(name)
+    return _RUNS / "evaluations" / folder_name(name.strip("/") if path.name else path.resolve().name)
 
 
 def _with(spec: ModelSpec, model: str | None, device: str | None) -> ModelSpec:
