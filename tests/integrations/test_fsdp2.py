@@ -27,18 +27,29 @@ from torch.optim import AdamW
 
 import nalora
 from nalora import NALoRAConfig, NALoRAError
+from nalora.models import versions
 
 STEPS, HALF = 10, 5
 MODELS = {
     # Nothing here divides by two: the second rank holds fewer rows than the first, and none of up's and down's A.
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, 57),
     "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, 56),
+    "gralora": (transformers.Phi3ForCausalLM, transformers.Phi3Config, 56),
 }
 CASES: dict[str, dict] = {
     "fsdp": {},
     "fsdp, update": {"space": "update"},
     "fsdp, fused gate_up": {"model": "phi3", "space": "update"},
     "fsdp, accumulated": {"accumulated": 2},
+    # Its stacks of blocks are sharded between blocks; gate and up are one layer.
+    **(
+        {}
+        if versions.is_older("peft", versions.TUNERS["gralora"])
+        else {
+            "fsdp, gralora": {"model": "gralora", "space": "update"},
+            "ddp, gralora": {"wrap": "ddp", "model": "gralora"},
+        }
+    ),
     "fsdp, accumulated, update": {"accumulated": 2, "space": "update"},
     "fsdp, accumulated without reduction": {"accumulated": 2, "reduce_at_end": True},
     "fsdp, checkpointing": {"checkpointing": True, "space": "update"},
@@ -75,6 +86,9 @@ def build(name: str, dtype=torch.float64) -> peft.PeftModel:
         bos_token_id=1,
         eos_token_id=2,
     )
+    if name == "gralora":
+        blocks = peft.GraloraConfig(r=4, gralora_k=4, hybrid_r=2, target_modules="all-linear")
+        return tiny.with_lora(model_class(config).to(dtype), config=blocks)
     pattern = {r".*(up|down)_proj": 1} if name == "llama" else {}
     return tiny.with_lora(model_class(config).to(dtype), r=3, rank_pattern=pattern)
 
