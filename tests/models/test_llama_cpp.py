@@ -1,16 +1,8 @@
-"""GGUF files in llama.cpp itself: the tokens of tricky texts and the logits are those of transformers.
-
-llama-cpp-python is compiled once (2.5 minutes on two cores) in an environment of its own, below
-NALORA_TEST_ENVIRONMENTS or the temporary folder, and found there afterwards.
-"""
+"""GGUF files in llama.cpp itself: the tokens of tricky texts and the logits are those of transformers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import tempfile
-import venv
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +10,7 @@ import peft
 import pytest
 import torch
 from exported_models import ARCHITECTURES, TRICKY, byte_level, model_for, sentencepiece, tokenizer_for
+from llama_cpp_environment import asked, interpreter
 from tiny import with_lora
 
 from nalora.methods.merging import PROMPTS, merge
@@ -27,36 +20,15 @@ from nalora.models.gguf_vocabulary import vocabulary_of
 from nalora.models.gguf_writer import write_gguf
 
 pytestmark = pytest.mark.slow
-VERSION = "0.3.36"
 # The largest difference of two logits relative to the largest logit, for a file of float32.
 TOLERANCE = 2e-5
 # llama.cpp takes GELU from a table of float16 values.
 GELU_TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def python() -> Path:
-    """The interpreter of an environment with llama-cpp-python of the pinned version."""
-    place = Path(os.environ.get("NALORA_TEST_ENVIRONMENTS", Path(tempfile.gettempdir()) / "nalora-environments"))
-    folder = place / f"llama-cpp-python-{VERSION}"
-    interpreter = folder / "bin" / "python"
-    probe = [interpreter, "-c", f"import llama_cpp; assert llama_cpp.__version__ == {VERSION!r}"]
-    if not interpreter.exists() or subprocess.run(probe, capture_output=True).returncode:
-        venv.create(folder, with_pip=True)
-        options = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DGGML_OPENMP=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
-        package = f"llama-cpp-python=={VERSION}"
-        subprocess.run([interpreter, "-m", "pip", "install", "-q", package], check=True, env=os.environ | options)
-    return interpreter
-
-
-def asked(python: Path, folder: Path, requests: list[dict]) -> dict[str, np.ndarray]:
-    (folder / "request.json").write_text(json.dumps(requests))
-    script = Path(__file__).with_name("llama_cpp_answers.py")
-    done = subprocess.run(
-        [python, script, folder / "request.json", folder / "answers.npz"], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(np.load(folder / "answers.npz"))
+    return interpreter()
 
 
 def written(path: Path, model, tokenizer, precision="f32") -> Path:

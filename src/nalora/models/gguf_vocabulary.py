@@ -31,6 +31,7 @@ _EXPRESSIONS = {
 }
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE = "▁"
+_RUN = re.compile(rf"{_SPACE}+|\n+|\t+")
 
 
 @dataclass
@@ -138,7 +139,10 @@ def _sentencepiece(described: dict[str, Any]) -> Vocabulary:
     ranks: dict[str, int] = {}
     for token in made:
         ranks.setdefault(token, len(ranks))
-    in_order = all(ranks[one] <= ranks[other] for one, other in itertools.pairwise(made))
+    # Gemma's runs of spaces, tabs and line ends have equal scores and are sorted by length, pair by pair. A run grows
+    # from its left end in either program.
+    single = [token for token in made if not _RUN.fullmatch(token)]
+    in_order = all(ranks[one] <= ranks[other] for one, other in itertools.pairwise(single))
     possible = sum(
         token[:cut] in vocabulary and token[cut:] in vocabulary
         for token in vocabulary.keys() - added

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -136,10 +135,3 @@ def _kind(tensor: Tensor, precision: str) -> Any:
     kind = kinds[_TENSORS[precision]]
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     return kind if tensor.shape[-1] % block == 0 else kinds.F16
-
-
-def file_size(weights: Mapping[str, Tensor], precision: str) -> int:
-    """Return the expected size of the file in bytes, rounded up: tensors, and 50 bytes of header for each token."""
-    tensors = sum(tensor.numel() for tensor in weights.values())
-    rows = max((tensor.shape[0] for tensor in weights.values()), default=0)
-    return math.ceil(BYTES[precision] * tensors) + 50 * rows

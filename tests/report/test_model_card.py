@@ -1,0 +1,60 @@
+"""Model cards: only chosen settings, text of others kept out of code and tables, and code that is valid Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nalora.models.loading import ModelSpec
+from nalora.report.model_card import Card, chosen_settings, settings_table
+from nalora.runs.settings import check
+from nalora.runs.targets import Target
+
+# A name that would end a string, a cell or a code block.
+ODD = 'a"; print("x") | `b` <img src=x>\n```'
+
+
+def card(form: str, base: str = "owner/name", name: str = "mine", chat: bool = True, **options) -> str:
+    target = Target("adapter", "adapter", ModelSpec(base), Path("adapter"))
+    return Card(target, form, name, base, chat, file="m.gguf", rank=8, **options).text()
+
+
+def code(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("form", ["peft", "merged", "gguf", "vllm"])
+def test_the_code_is_python_whatever_names_contain(form, chat):
+    (block,) = code(card(form, ODD.replace("\n", " ").replace("`", ""), chat=chat), "python")
+    called = {
+        node.func.id for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call) and hasattr(node.func, "id")
+    }
+    assert called <= {"print", "Llama", "model", "tokenizer"}
+    assert block.count("print(") <= 2
+    assert ("messages" in block) == chat
+
+
+def test_the_serving_line_quotes_names():
+    (line,) = code(card("vllm", "owner/na me", name="my adapter"), "sh")
+    words = shlex.split(line)
+    assert words[:3] == ["vllm", "serve", "owner/na me"]
+    assert words[-1] == "my adapter=."
+
+
+def test_facts_and_names_cannot_leave_their_place():
+    text = card("merged", facts=[ODD])
+    assert "<img" not in text
+    assert text.count("```") == 2
+    assert "base_model: owner/name" in text
+    assert "base_model" not in card("merged", base="/somewhere/local")
+
+
+def test_only_chosen_settings_are_listed():
+    run = check({"model": "m", "task": "gsm8k", "method": "na-lora", "keep_ratio": 0.5, "rank": 8, "steps": 7})
+    assert chosen_settings(run) == {"keep_ratio": 0.5, "steps": 7}
+    assert "| `keep_ratio` | 0.5 |" in settings_table(run)
