@@ -4,7 +4,8 @@ Every module that owns an adapted linear layer is run as a *replica* in which al
 stand-ins with chosen outputs. The inputs of the other stand-ins then show the wiring: which rows of which layer reach
 which channel, which factor passes through an activation (the gate), which is linear (the up projection), and which
 layer reads the product (the down projection). Fused, interleaved, renamed and unknown FFNs are all found in the same
-way, on the meta device too, and no weight is changed.
+way, on the meta device too, and no weight is changed. Experts, whose weights are 3-D parameters, are found on one
+expert of a small copy (`nalora.control.experts`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from nalora import activations
@@ -33,16 +34,11 @@ from nalora.control.experts import (
     widened,
     width_of,
 )
-from nalora.control.peft_layers import LAYERS, all_adapters
+from nalora.control.peft_layers import LAYERS, all_adapters, check_variant, no_adapters
 from nalora.control.replica import OUTPUT, Replica, feature_sizes
 from nalora.distributed.wrappers import base_of
-from nalora.errors import NALoRAError
-from nalora.models.peft_names import CONTROLLED, in_base
+from nalora.models.peft_names import in_base
 from nalora.models.target_modules import rewritten_names, shortest_suffixes
-
-# PEFT's LoRA variants with plain factors A and B; DoRA only adds a magnitude.
-_ALLOWED_VARIANTS = ("Dora",)
-_CONTROLLED = "LoRA, rsLoRA, DoRA, PiSSA or GraLoRA, whose B has parameters for each channel"
 
 
 @dataclass(frozen=True)
@@ -144,9 +140,9 @@ def find_blocks(model: nn.Module) -> Discovery:
     names = {module: name for name, module in model.named_modules()}
     adapters = [module for module in names if isinstance(module, LAYERS)]
     if not adapters:
-        raise _no_lora_layers(model)
+        raise no_adapters(model)
     for layer in adapters:
-        _check_variant(names[layer], layer)
+        check_variant(names[layer], layer)
 
     refused: dict[str, str] = {}
     of_experts: list[FFNBlock] = []
@@ -258,21 +254,6 @@ def _reader_nearby(
     return None
 
 
-def _check_variant(name: str, layer: nn.Module) -> None:
-    kind = _tuner(layer)
-    if isinstance(layer, LoraLayer) and kind != "lora":
-        raise _unsupported(name, f"an adapter of PEFT's {kind!r} method ({type(layer).__name__})")
-    for adapter, variant in getattr(layer, "lora_variant", {}).items():
-        if not type(variant).__name__.startswith(_ALLOWED_VARIANTS):
-            raise _unsupported(name, f"the LoRA variant {type(variant).__name__} in adapter {adapter!r}")
-
-
-def _tuner(module: nn.Module) -> str:
-    """Return PEFT's name of the tuner that a module belongs to, empty for other modules."""
-    package, *names = type(module).__module__.split(".")
-    return names[1] if package == "peft" and names[0] == "tuners" and len(names) > 2 else ""
-
-
 def _block_of_experts(
     module: nn.Module, adapters: dict[str, ParamWrapper], names: dict[nn.Module, str]
 ) -> FFNBlock | None:
@@ -299,30 +280,4 @@ def _block_of_experts(
         width=width,
         host=None,
         experts=experts,
-    )
-
-
-def _unsupported(name: str, found: str) -> NALoRAError:
-    return NALoRAError(
-        name,
-        found=found,
-        expected=_CONTROLLED,
-        fix="build the adapter with peft.LoraConfig and without that variant",
-    )
-
-
-def _no_lora_layers(model: nn.Module) -> NALoRAError:
-    if tuners := sorted({_tuner(module) for module in model.modules()} - {"", *CONTROLLED}):
-        return NALoRAError(
-            type(model).__name__,
-            found=f"adapters of PEFT's {' and '.join(tuners)}, which has no parameters for single channels of the gate",
-            expected=_CONTROLLED,
-            fix='wrap the model with peft.LoraConfig(target_modules="all-linear"), or train it without NA-LoRA',
-        )
-    linear = sum(isinstance(m, nn.Linear) for m in model.modules())
-    return NALoRAError(
-        type(model).__name__,
-        found=f"no LoRA layers ({type(model).__name__} with {linear} linear layers)",
-        expected="a model wrapped by peft with a LoraConfig that targets FFN projections",
-        fix='model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))',
     )

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from nalora.errors import NALoRAError
+from nalora.models.peft_names import CONTROLLED
+
 try:
     from peft.tuners.gralora.layer import GraloraLayer
 except ImportError:  # PEFT has GraLoRA since 0.19
@@ -15,6 +18,9 @@ except ImportError:  # PEFT has GraLoRA since 0.19
 
 # The classes of layers with such an adapter.
 LAYERS: tuple[Any, ...] = (LoraLayer,) if GraloraLayer is None else (LoraLayer, GraloraLayer)
+# PEFT's LoRA variants with plain factors A and B; DoRA only adds a magnitude.
+_ALLOWED_VARIANTS = ("Dora",)
+_CONTROLLED = "LoRA, rsLoRA, DoRA, PiSSA or GraLoRA, whose B has parameters for each channel"
 
 
 class Adapter(NamedTuple):
@@ -54,3 +60,46 @@ def active_adapters(layer: nn.Module) -> Iterator[Adapter]:
         adapters = list(all_adapters(layer))
         for name in layer.active_adapters:
             yield from (adapter for adapter in adapters if adapter.name == name)
+
+
+def check_variant(name: str, layer: nn.Module) -> None:
+    """Raise NALoRAError for an adapter without plain factors A and B."""
+    kind = _tuner(layer)
+    if isinstance(layer, LoraLayer) and kind != "lora":
+        raise _unsupported(name, f"an adapter of PEFT's {kind!r} method ({type(layer).__name__})")
+    for adapter, variant in getattr(layer, "lora_variant", {}).items():
+        if not type(variant).__name__.startswith(_ALLOWED_VARIANTS):
+            raise _unsupported(name, f"the LoRA variant {type(variant).__name__} in adapter {adapter!r}")
+
+
+def _tuner(module: nn.Module) -> str:
+    """Return PEFT's name of the tuner that a module belongs to, empty for other modules."""
+    package, *names = type(module).__module__.split(".")
+    return names[1] if package == "peft" and names[0] == "tuners" and len(names) > 2 else ""
+
+
+def _unsupported(name: str, found: str) -> NALoRAError:
+    return NALoRAError(
+        name,
+        found=found,
+        expected=_CONTROLLED,
+        fix="build the adapter with peft.LoraConfig and without that variant",
+    )
+
+
+def no_adapters(model: nn.Module) -> NALoRAError:
+    """Return the error for a model without a layer that can be controlled."""
+    if tuners := sorted({_tuner(module) for module in model.modules()} - {"", *CONTROLLED}):
+        return NALoRAError(
+            type(model).__name__,
+            found=f"adapters of PEFT's {' and '.join(tuners)}, which has no parameters for single channels of the gate",
+            expected=_CONTROLLED,
+            fix='wrap the model with peft.LoraConfig(target_modules="all-linear"), or train it without NA-LoRA',
+        )
+    linear = sum(isinstance(m, nn.Linear) for m in model.modules())
+    return NALoRAError(
+        type(model).__name__,
+        found=f"no LoRA layers ({type(model).__name__} with {linear} linear layers)",
+        expected="a model wrapped by peft with a LoraConfig that targets FFN projections",
+        fix='model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))',
+    )
