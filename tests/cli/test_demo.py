@@ -1,4 +1,4 @@
-"""The demo on a tiny random Llama: the real task, real runs, the comparison and the files it leaves."""
+"""The demo on a tiny random Llama: its data file, real runs, the comparison, examples and the files it leaves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def settings(tmp_path_factory):
         f"model={model}",
         "prompt_style=plain",
         "steps=2",
-        "train_size=40",
-        "test_size=12",
+        "test_share=0.03",
         "device=cpu",
         "max_length=900",
     ]
@@ -32,11 +31,16 @@ def run(folder, settings) -> tuple[bool, str]:
     return finished, screen.getvalue()
 
 
-def test_three_arms_are_compared_with_intervals(tmp_path, settings):
+def test_both_arms_are_compared_with_intervals_and_examples(tmp_path, settings):
     finished, printed = run(tmp_path, settings)
     assert finished
-    for part in ("before", "LoRA", "NA-LoRA, gradient space", "NA-LoRA, update space", "%", "…", "one seed"):
+    for part in ("before training", "LoRA", "NA-LoRA", "%", "…", "One seed", "apply_to=update"):
         assert part in printed
+    assert f"nalora chat {tmp_path / 'lora'}" in printed.splitlines()[-1]
+    (wrong,) = [line for line in printed.splitlines() if "What is" in line][-1:]
+    assert wrong.split("?")[0].strip() in (tmp_path / "sums.jsonl").read_text().replace('{"question": "', ""), (
+        "a real question"
+    )
     results = json.loads((tmp_path / "result.json").read_text())
     assert [each["arm"]["name"] for each in results] == [arm.name for arm in demo.ARMS]
     assert results[0]["gates"] == {}
@@ -45,8 +49,8 @@ def test_three_arms_are_compared_with_intervals(tmp_path, settings):
     losses = [
         json.loads((tmp_path / arm.name / "metrics.jsonl").read_text().splitlines()[0])["loss"] for arm in demo.ARMS
     ]
-    assert losses[0] == losses[1] == losses[2]
-    assert not list((tmp_path / "na-lora-update").rglob("base-*")), "the base model is evaluated once"
+    assert losses[0] == losses[1]
+    assert not list((tmp_path / "na-lora").rglob("base-*")), "the base model is evaluated once"
     assert "report.html" in printed
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert all(arm.name in page for arm in demo.ARMS)
@@ -68,6 +72,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_next_call_continues(tmp_path, set
         finished, printed = run(tmp_path, settings)
     assert not finished
     assert "continues from here" in printed
-    assert "NA-LoRA, update space" not in printed
+    assert "Examples" in printed
+    assert not (tmp_path / "na-lora").exists()
     assert not (tmp_path / "result.json").exists()
     assert run(tmp_path, settings)[0]

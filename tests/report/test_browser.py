@@ -334,3 +334,41 @@ def _seconds_until_first_chart(browser, path):
 
 def _process_seconds(session) -> float:
     return next(m["value"] for m in session.send("Performance.getMetrics")["metrics"] if m["name"] == "ProcessTime")
+
+
+def test_examples_are_searched_and_filtered(visit):
+    page = visit.page
+    cards = page.locator("#example-list .example")
+    assert cards.count() == 10
+    assert page.locator("#example-count").inner_text() == "100 of 100 questions."
+    page.locator("#example-more").click()
+    assert cards.count() == 20
+    page.locator("#example-search").fill("is 17 +")
+    assert page.locator("#example-list .asked").all_inner_texts() == ["What is 17 + 34?"]
+    rows = cards.first.locator("tr").all_inner_texts()
+    assert [row.split() for row in rows] == [
+        ["base", "✗", "wrong", "52"], ["first", "✓", "right", "51"], ["second", "✓", "right", "51"],
+        ["third", "✓", "right", "51"],
+    ]  # fmt: skip
+    page.locator("#run-1").uncheck()
+    assert "second" not in cards.first.inner_text()
+    page.locator("#run-1").check()
+    page.locator("#example-search").fill("")
+    shown = {}
+    for kind in ("all", "wrong", "right", "changed", "differ"):
+        page.locator("#example-kind").select_option(kind)
+        shown[kind] = int(page.locator("#example-count").inner_text().split()[0])
+    # 31, 34 and 37 right answers, each among the next; 4 of the base model.
+    assert shown == {"all": 100, "wrong": 69, "right": 31, "changed": 33, "differ": 6}
+
+
+def test_curves_show_the_difference_to_the_first_run(visit, folder):
+    first, second = (read_run(folder / name).series("loss")[1] for name in ("first", "second"))
+    assert visit.page.locator("#difference option").all_inner_texts() == ["the values", "the difference to first"]
+    visit.page.locator("#difference").select_option("difference")
+    traces = visit.traces("loss")
+    assert visit.page.locator("#chart-loss h3").inner_text() == "Training loss: difference to first"
+    assert traces[0]["y"] == [0] * len(first)
+    assert traces[1]["y"] == pytest.approx(list(second - first), abs=1e-6)
+    visit.page.locator("#difference").select_option("value")
+    assert visit.traces("loss")[1]["y"] == pytest.approx(list(second), rel=1e-6)

@@ -192,13 +192,29 @@ def test_some_blocks_without_regimes_leave_the_mean_of_the_others(tmp_path):
     np.testing.assert_array_equal(lines(by.axes[0], "run").get_ydata(), [np.nan, 0.25])
 
 
+def test_the_difference_to_the_first_run_is_drawn_around_zero(runs):
+    figure = figures.line_figure("loss-difference", runs)
+    (first, loss), (second, other) = [(run.name, dict(zip(*run.series("loss"), strict=True))) for run in runs]
+    assert figure.get_suptitle() == f"Training loss: difference to {first}"
+    assert set(lines(figure.axes[0], first).get_ydata()) == {0.0}
+    drawn = lines(figure.axes[0], second)
+    np.testing.assert_allclose(drawn.get_ydata(), [other[step] - loss[step] for step in other])
+
+
 # Whole folders
 
 
 def test_every_figure_is_written_as_png_and_svg(runs, tmp_path):
     written = figures.write_figures(runs, tmp_path / "figures")
     names = {file.stem for file in written.files}
-    shared = {"loss", "step-scales", "update-norm", "diagnostics-over-training", "diagnostics-by-layer"}
+    shared = {
+        "loss",
+        "loss-difference",
+        "step-scales",
+        "update-norm",
+        "diagnostics-over-training",
+        "diagnostics-by-layer",
+    }
     assert names == shared | {"lora-kappa", "na-lora-regimes", "na-lora-mask", "na-lora-kappa"}
     for name in names:
         check_files([tmp_path / "figures" / f"{name}.{kind}" for kind in ("png", "svg")])

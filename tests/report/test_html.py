@@ -83,7 +83,7 @@ def test_screen_readers_and_keyboards_are_supported(tmp_path):
 
 def test_sections_are_in_order(tmp_path):
     seen = Page(page([read_run(write_run(tmp_path))]))
-    order = ["answer", "results", "gates", "mismatch", "capacity", "cost", "reproduce", "notices"]
+    order = ["answer", "results", "examples", "gates", "mismatch", "capacity", "cost", "reproduce", "notices"]
     assert [section["id"] for section in seen.all("section")] == order
 
 
@@ -229,7 +229,8 @@ def test_runs_are_compared_by_the_same_questions_and_not_by_their_intervals(tmp_
     assert sentence.endswith("(one higher on 0 questions, lower on 8; McNemar's exact test, p = 0.0078).")
     text = "".join(Page(page(read_runs(runs))).text)
     assert "accuracy, compared with base" in text
-    assert "better (higher on 48 questions, lower on 0; McNemar's exact test, p < 0.0001)" in text
+    assert "better: 48 higher, 0 lower, p < 0.0001" in text
+    assert "questions compared by McNemar's exact test" in text
 
 
 def test_a_lower_loss_is_better(tmp_path):

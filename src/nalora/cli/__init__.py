@@ -21,6 +21,7 @@ from nalora.cli import (
     listing,
     reporting,
     runs,
+    showing,
     studying,
 )
 from nalora.cli.screen import printable
@@ -82,9 +83,9 @@ def _options(
 
 
 for command in (
-    runs.demo, data.data, runs.train, runs.evaluate, chatting.chat, generating.generate, exporting.export,
-    diagnosing.diagnose, reporting.report, studying.study, inspecting.inspect, listing.methods, listing.tasks,
-    listing.models, inspecting.activations, listing.recipes,
+    runs.demo, data.data, runs.train, runs.evaluate, showing.show, chatting.chat, generating.generate,
+    exporting.export, diagnosing.diagnose, reporting.report, studying.study, inspecting.inspect, listing.methods,
+    listing.tasks, listing.models, inspecting.activations, listing.recipes,
 ):  # fmt: skip
     app.command()(command)
 app.command(context_settings=launching.CONTEXT)(launching.launch)

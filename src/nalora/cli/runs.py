@@ -184,7 +184,7 @@ def demo(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/demo"),
 ) -> None:
-    """Train SmolLM2-135M with LoRA and with NA-LoRA in both spaces, and compare them; 7 minutes on two CPU cores."""
+    """Train SmolLM2-135M on a data file with LoRA and with NA-LoRA, and compare them; 7 minutes on two CPU cores."""
     hush_libraries()
     from nalora.cli.demo import run
 

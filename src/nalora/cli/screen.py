@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 # The exit code of a command that Ctrl-C stopped, as in shells.
 INTERRUPTED = 130
@@ -75,3 +76,8 @@ def table(*columns: str, **options: Any) -> Table:
 def number(value: float | None, form: str) -> str:
     """Return the formatted number, or a dash if there is none."""
     return "–" if value is None else format(value, form)
+
+
+def literal(text: str, style: str = "") -> Text:
+    """Return text of a file or a model for the terminal: no markup, no control characters."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4)), style)

@@ -90,6 +90,13 @@ def read_scores(folder: Path, measure: str, most: int | None = None) -> dict[str
     return dict(itertools.islice(weighted.items(), most))
 
 
+def side_by_side(answers: Mapping[str, Sequence[Answered]]) -> list[dict[str, Answered]]:
+    """Return the answers to every question by model, in the order of the first model's questions."""
+    by_model = {model: {answer.id: answer for answer in rows} for model, rows in answers.items()}
+    ids = dict.fromkeys(key for rows in by_model.values() for key in rows)
+    return [{model: rows[key] for model, rows in by_model.items() if key in rows} for key in ids]
+
+
 def main_measure(answers: Sequence[Answered]) -> str | None:
     """Return the first measure of the answers: by it, an answer is right or wrong."""
     return next((name for answer in answers for name in answer.scores), None)

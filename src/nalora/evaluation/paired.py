@@ -88,7 +88,11 @@ class PairedComparison:
         counts = f"higher on {counted(self.higher, 'question')}, lower on {self.lower:,}"
         if self.verdict == "too few questions":
             return f"{counts}; fewer than {FEWEST_QUESTIONS} questions decide nothing"
-        return f"{counts}; {self.test}, p {_short(self.adjusted_p)}"
+        return f"{counts}; {self.test}, p {self.short_p()}"
+
+    def short_p(self) -> str:
+        """Return the sign and the corrected p-value with two digits."""
+        return "< 0.0001" if self.adjusted_p < 1e-4 else f"= {self.adjusted_p:.2g}"
 
     def sentence(self, measure: str, one: str, other: str) -> str:
         """Return the result in a sentence."""
@@ -202,7 +206,3 @@ def _solved(tail: Callable[[float], float], level: float = ALPHA / 2) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if tail(middle) < level else (low, middle)
     return (low + high) / 2
-
-
-def _short(p: float) -> str:
-    return "< 0.0001" if p < 1e-4 else f"= {p:.2g}"

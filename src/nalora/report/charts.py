@@ -7,7 +7,7 @@ receives all of it but that function (`page_charts`), and the values by run (`re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nalora.report.data import RunData
-from nalora.report.naming import layer_labels
+from nalora.report.naming import brief, layer_labels
 
 Array = NDArray[np.float64]
 # Colours of runs, distinguishable without red or green, with a contrast of 3:1 or more to the page.
@@ -208,15 +208,44 @@ LINE_CHARTS = {
     **{f"{measure}-by-layer": _movement_chart(measure, by_layer=True) for measure in PAPER_MEASURES},
 }  # fmt: skip
 PAGE_LINES = ("loss", "time", "update", "kept")
+# The choice on the page, before the name of the first run.
+DIFFERENCE = "the difference to"
 
 
-def page_charts() -> dict[str, Any]:
+def difference_chart(chart: LineChart, first: RunData) -> LineChart:
+    """Return the chart of every run's difference to the first, for curves that hide each other."""
+    return replace(
+        chart,
+        title=f"{chart.title}: {DIFFERENCE.removeprefix('the ')} {brief([first.name])[first.name]}",
+        y="difference",
+        read=partial(_difference, chart, first),
+        value=f"difference in {chart.value}",
+        from_zero=False,
+        reference=0.0,
+    )
+
+
+def _difference(chart: LineChart, first: RunData, run: RunData) -> Line | None:
+    """Return the run's values minus the first run's, where both have one."""
+    one, other = chart.read(run), chart.read(first)
+    if one is None or other is None:
+        return None
+    before = dict(zip(other.x, other.y, strict=True))
+    both = [i for i, x in enumerate(one.x) if x in before]
+    x = [one.x[i] for i in both] if isinstance(one.x, list) else one.x[both]
+    return Line(x, np.array([one.y[i] - before[one.x[i]] for i in both])) if both else None
+
+
+def page_charts(runs: Sequence[RunData]) -> dict[str, Any]:
     """Return the descriptions as JSON-ready values for the page's script."""
     lines = {name: asdict(LINE_CHARTS[name]) for name in PAGE_LINES}
-    for line in lines.values():
+    differences = {name: asdict(difference_chart(LINE_CHARTS[name], runs[0])) for name in PAGE_LINES}
+    for line in (*lines.values(), *differences.values()):
         del line["read"]
     return {
         "lines": lines,
+        "differences": differences,
+        "difference": DIFFERENCE,
         "heat": {name: heat_map._asdict() for name, heat_map in HEAT_MAPS.items()},
         "measures": {measure: name for measure, (name, _) in MEASURES.items()},
         "scales": {"y": LINE_CHARTS["scale_gate"].y, "names": SCALES},

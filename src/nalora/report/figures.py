@@ -12,7 +12,17 @@ import torch
 
 from nalora.control.recorded import named_activation
 from nalora.report import drawing
-from nalora.report.charts import HEAT_MAPS, KAPPA, LINE_CHARTS, PAPER_MEASURES, SCALES, Array, has_numbers, probe_notes
+from nalora.report.charts import (
+    HEAT_MAPS,
+    KAPPA,
+    LINE_CHARTS,
+    PAPER_MEASURES,
+    SCALES,
+    Array,
+    difference_chart,
+    has_numbers,
+    probe_notes,
+)
 from nalora.report.data import RunData
 from nalora.report.naming import gathered, layer_labels
 
@@ -31,6 +41,7 @@ class LineFigure(NamedTuple):
 
 LINE_FIGURES = {
     "loss": LineFigure("", ("loss",)),
+    "loss-difference": LineFigure("", ("loss",)),
     "step-scales": LineFigure("Step scale of each projection: mean over layers and range of the layers", (*SCALES,)),
     "update-norm": LineFigure("", ("update",)),
     **{
@@ -44,6 +55,8 @@ LINE_FIGURES = {
         )
     },
 }  # fmt: skip
+# Those of every run's difference to the first run.
+DIFFERENCE_FIGURES = ("loss-difference",)
 HEAT_FIGURES = {
     "regimes": ("share of gate pre-activations in each regime", ("p_sup", "p_res", "p_pos")),
     "mask": ("channel mask m", ("kept_share", "stability")),
@@ -59,7 +72,9 @@ class Written(NamedTuple):
 
 def write_figures(runs: Sequence[RunData], folder: Path) -> Written:
     """Write every figure that these runs have values for; runs share the axes of a line chart."""
-    figures = {name: line_figure(name, runs) for name in LINE_FIGURES}
+    figures = {
+        name: line_figure(name, runs) for name in LINE_FIGURES if len(runs) > 1 or name not in DIFFERENCE_FIGURES
+    }
     for run, name in zip(runs, _file_names([run.name for run in runs]), strict=True):
         figures |= {f"{name}-{kind}": heat_figure(kind, run) for kind in HEAT_FIGURES}
         figures[f"{name}-kappa"] = kappa_figure(run)
@@ -75,6 +90,8 @@ def line_figure(name: str, runs: Sequence[RunData]) -> Figure | str:
     """Draw a panel for each chart of the figure, with a line for each run; or return why there is nothing to draw."""
     title, names, notes_on = LINE_FIGURES[name]
     charts = [LINE_CHARTS[chart] for chart in names]
+    if name in DIFFERENCE_FIGURES:
+        charts = [difference_chart(chart, runs[0]) for chart in charts]
     # A line is numbered among all runs, so that a run has the same colour in every figure.
     lines = [[(i, line) for i, run in enumerate(runs) if (line := chart.read(run))] for chart in charts]
     drawn = {i for panel in lines for i, _ in panel}

@@ -14,12 +14,16 @@ from nalora.files import atomic, outputs
 from nalora.files.atomic import json_text
 from nalora.report import sections
 from nalora.report.data import RunData, with_comparable_evaluations
+from nalora.report.examples import examples
 from nalora.report.naming import brief
 from nalora.report.payload import payload
 from nalora.report.sentences import findings
 from nalora.report.study_answer import StudyAnswer
 
-_SCRIPTS = ("page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_capacity.js", "page.js")
+_SCRIPTS = (
+    "page_numbers.js", "page_charts.js", "page_answer.js", "page_sections.js", "page_examples.js", "page_capacity.js",
+    "page.js",
+)  # fmt: skip
 _ONE_OF_EACH = "One run of each arm; the results over all seeds are above."
 
 
@@ -45,6 +49,7 @@ def page(runs: Sequence[RunData], answer: StudyAnswer | None = None) -> str:
         raise NALoRAError("report", found="no runs", expected="one or more", fix="give a run's folder")
     runs = with_comparable_evaluations(runs)
     data = payload(runs)  # first: it adds to the notices
+    data["examples"] = examples(runs)
     data["answer"] = answer.charts() if answer else None
     labels = data["labels"] = brief([*(run.name for run in runs), *(answer.arms() if answer else ())])
     not_evaluated = [f"{run.name}: {run.missing['evaluations']}" for run in runs if "evaluations" in run.missing]

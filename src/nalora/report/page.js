@@ -23,6 +23,7 @@ function changed() {
   if (state.channel !== null && document.activeElement !== input) input.value = state.channel;
   document.getElementById("layer").value = state.layer;
   redraw();
+  showExamples();
 }
 
 function options(select, names, values) {
@@ -53,6 +54,10 @@ function makeControls() {
   options(document.getElementById("measure"), Object.values(MEASURES), Object.keys(MEASURES));
   document.getElementById("measure-field").hidden = !runs.some((run) => run.diagnosis);
   document.getElementById("mode-field").hidden = !runs.some((run) => run.gates);
+  const difference = document.getElementById("difference");
+  if (runs.length > 1) difference.append(element("option", { value: "difference" }, `${report.charts.difference} ${brief(runs[0].name)}`));
+  document.getElementById("difference-field").hidden = runs.length < 2;
+  listen("difference", (value) => { state.difference = value === "difference"; });
   listen("detail", (value) => { state.detail = Number(value); });
   listen("layer", (value) => { state.layer = value; });
   listen("measure", (value) => { state.measure = value; });
@@ -136,12 +141,14 @@ function setPrinting(now) {
   printing = now;
   for (const folded of document.querySelectorAll("#reproduce details")) folded.open = now;
   redraw();
+  showExamples();
 }
 
 function start() {
   makeControls();
   followDefaults();
   makeCharts();
+  makeExamples();
   applyTheme();
   const names = Object.keys(THEMES);
   document.getElementById("theme").addEventListener("click", () => {

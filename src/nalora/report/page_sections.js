@@ -1,6 +1,6 @@
 // The state of the controls, the kinds of charts, and the charts of the results and of the gates.
 const runs = report.runs;
-const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, followed: false, measure: "D_sel", mode: "value" };
+const state = { chosen: new Set(range(runs.length)), detail: 0, layer: null, channel: null, followed: false, measure: "D_sel", mode: "value", difference: false };
 const chosen = () => range(runs.length).filter((i) => state.chosen.has(i));
 const detail = () => runs[state.detail];
 const MOST_REASONS = 4;
@@ -56,11 +56,15 @@ function lines(pick, chart) {
 }
 
 function addLineChart(section, id, options) {
-  const chart = report.charts.lines[id];
-  const pick = ({ lines: { [id]: line } }) => line && {
+  const values = report.charts.lines[id];
+  const pick = (kind) => ({ [kind]: { [id]: line } }) => line && {
     x: Array.isArray(line.x) ? line.x : numbers(line.x), y: numbers(line.y), mean: line.mean && numbers(line.mean), logged: line.logged,
   };
-  addChart(section, id, chart.title, chart.caption, () => lines(pick, chart), options);
+  addChart(section, id, values.title, values.caption, () => {
+    const kind = state.difference ? "differences" : "lines";
+    const chart = report.charts[kind][id];
+    return { ...lines(pick(kind), chart), title: chart.title };
+  }, options);
 }
 
 // A point with its interval for each row {label, name, value, interval, colour, details, format?, size?, symbol?}.

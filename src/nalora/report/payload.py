@@ -18,6 +18,7 @@ from nalora.report.charts import (
     PAGE_LINES,
     SCALES,
     LineChart,
+    difference_chart,
     measure_table,
     page_charts,
     running_mean,
@@ -69,15 +70,18 @@ def _sizes(runs: Sequence[RunData]) -> Sizes:
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """Return the descriptions of the charts and the values of the runs, JSON-ready."""
     most = _sizes(runs)
-    return {"charts": page_charts(), "runs": [_run(run, most) for run in runs]}
+    return {"charts": page_charts(runs), "runs": [_run(run, runs[0], most) for run in runs]}
 
 
-def _run(run: RunData, most: Sizes) -> dict[str, Any]:
+def _run(run: RunData, first: RunData, most: Sizes) -> dict[str, Any]:
     capacity, remark = run.capacity
     return {
         "name": run.name,
         "missing": {**run.missing, **({"capacity": remark} if remark else {})},
         "lines": {name: _line(LINE_CHARTS[name], run, most.points) for name in PAGE_LINES},
+        "differences": {
+            name: _line(difference_chart(LINE_CHARTS[name], first), run, most.points) for name in PAGE_LINES
+        },
         "evaluations": {
             task: {model: _scores(summary) for model, summary in evaluated.items()}
             for task, evaluated in run.evaluations.items()

@@ -15,6 +15,7 @@ from nalora.report.data import RunData, differences
 from nalora.report.naming import brief
 from nalora.report.reading import is_partial
 from nalora.report.sentences import measures_of, score, tasks_of
+from nalora.runs.settings import chosen
 
 
 def summary(runs: Sequence[RunData]) -> str:
@@ -39,7 +40,11 @@ def scores(runs: Sequence[RunData]) -> str:
         ]
         rows = [*([*row, *([""] if compared else [])] for row in dict.fromkeys(base_rows)), *rows]
         columns = ["model", *measures, "questions", *([f"{measures[0]}, compared with base"] if compared else [])]
-        tables.append(table(columns, rows, f"{task}: value and 95 % interval", numbers=True))
+        tests = sorted({one.test for one in compared.values()})
+        caption = f"{task}: value and 95 % interval" + (
+            f"; questions compared by {' and '.join(tests)}" if tests else ""
+        )
+        tables.append(table(columns, rows, caption, numbers=True))
     return "".join(tables)
 
 
@@ -47,7 +52,9 @@ def _verdict(compared: PairedComparison | None) -> str:
     if compared is None:
         return "not compared"
     verdict = {"not distinguishable": "no significant difference"}.get(compared.verdict, compared.verdict)
-    return f"{verdict} ({compared.evidence()})"
+    if not (compared.higher or compared.lower) or compared.verdict == "too few questions":
+        return compared.evidence() if compared.verdict != "too few questions" else verdict
+    return f"{verdict}: {compared.higher:,} higher, {compared.lower:,} lower, p {compared.short_p()}"
 
 
 def _cells(evaluated: dict[str, Any], measures: Sequence[str]) -> list[str]:
@@ -123,14 +130,20 @@ def reproduce(runs: Sequence[RunData]) -> str:
             **(versions if isinstance(versions, dict) else {}),
         }  # fmt: skip
         known = [[name, str(value)] for name, value in facts.items() if value]
-        settings = [[key, _value(value)] for key, value in run.settings.items()]
-        unknown = notes(["The settings of this run are not known."]) if not settings else ""
+        own = chosen(run.settings)
+        settings, others = (
+            [[key, _value(value)] for key, value in run.settings.items() if (key in own) == is_own]
+            for is_own in (True, False)
+        )
+        unknown = notes(["The settings of this run are not known."]) if not run.settings else ""
         parts.append(
             f"<h3>{escape(run.name)}</h3>"
             f'<div class="command"><code id="command-{number}">{escape(command)}</code>'
             f'<button type="button" class="copy" data-copy="command-{number}">Copy the command</button></div>'
-            f"{unknown}<details><summary>Settings ({len(settings)})</summary>{table(['setting', 'value'], settings)}"
-            f"</details><details><summary>Versions and hardware</summary>{table(['name', 'value'], known)}</details>"
+            f"{unknown or table(['setting', 'value'], settings)}"
+            f"<details><summary>Settings with their default ({len(others)})</summary>"
+            f"{table(['setting', 'value'], others)}</details>"
+            f"<details><summary>Versions and hardware</summary>{table(['name', 'value'], known)}</details>"
         )
     return "".join(parts)
 

@@ -75,8 +75,8 @@ def findings(runs: Sequence[RunData]) -> list[str]:
         sentences.append("No run was evaluated on held-out questions, so only the loss on its training data is known.")
     if runs and len({*row_labels(runs)}) == len(runs):
         sentences.append(
-            "Every setting was run with one seed. The intervals show the effect of the choice of test questions; the "
-            "effect of another seed is not known."
+            "Every setting was run with one seed. Intervals and tests show the effect of the choice of test questions; "
+            "the effect of another seed is not known."
         )
     return sentences
 

@@ -1,4 +1,4 @@
-"""Recipes and studies that come with nalora, found by name wherever it is installed.
+"""Recipes, studies and data that come with nalora, found by name wherever it is installed.
 
 Each file begins with the command that starts it, then a line `# In short: description | cost`.
 """
@@ -44,3 +44,14 @@ def find(name: str | Path, named: Mapping[str, Path]) -> Path:
     except (OSError, ValueError):  # a name that is too long or has a NUL byte
         is_file = False
     return path if is_file else named.get(str(path), path)
+
+
+def data_file(name: str, run_file: Path) -> str:
+    """Return the path of a run's data file, which may be next to the run's file or come with nalora.
+
+    A recipe that was copied elsewhere still finds its data.
+    """
+    places = [Path(name), run_file.parent / name, RECIPES / name]
+    if not name.endswith(".jsonl"):
+        return name
+    return next((str(place) for place in places if place.is_file()), name)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nalora import methods, tasks
 from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
-from nalora.files import yaml_reader
+from nalora.files import python_files, yaml_reader
 from nalora.methods.method import Method
 from nalora.models.loading import Kind, ModelSpec
 from nalora.runs import old_names, packaged
@@ -120,6 +120,8 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
         raise NALoRAError(f"{shortened(key)}=", found=f"no such setting in {path}", expected="one to remove", fix=near)
     if changes.get("task", options.get("task")) != options.get("task"):
         options = _without_task_settings(options)
+    elif isinstance(options.get("task"), str):
+        options["task"] = packaged.data_file(options["task"], path)
     options = without_removed({**options, **changes})
     if options.get("output") is None:
         options["output"] = str(Path("runs") / path.stem)
@@ -187,6 +189,20 @@ def check(options: Mapping[Any, Any], where: str = "run") -> Run:
         values["prompt_style"] = values.get("prompt_style", "auto") if own_data else "plain"
     run_settings = RunSettings(**_only(values, run_types))
     return Run(run_settings, prepared, _only(values, task_types), deleted)
+
+
+def chosen(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run.yaml that differ from their defaults, or that have none.
+
+    No code that the settings name is run: of a method in a Python file all settings are returned.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(RunSettings) if field.name != "method"}
+    hosted = {"on": settings["on"]} if "on" in settings else {}
+    names = [str(name) for name in (settings.get("method", "lora"), *hosted.values())]
+    if not any(map(python_files.split, names)):
+        with contextlib.suppress(NALoRAError, TypeError):  # a method or setting of another version
+            defaults |= methods.get(names[0]).build(**hosted).defaults()
+    return {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
 
 
 def _only(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
