@@ -52,6 +52,9 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     assert code == 0, out + err
     runs = [Store(store).result(folder.name) for folder in store.iterdir() if folder.is_dir()]
     assert len(runs) == 6
+    finished = [line for line in out.splitlines() if "): done; " in line]
+    assert len(finished) == 6, "a line per run where there is no terminal"
+    assert "6 of 6 runs done" in finished[-1]
     assert all(each.has(VALIDATION) for each in runs)
     assert sum(each.has(TEST) and each.has(ANSWERS) for each in runs) == 4, "the test set is for the chosen runs alone"
     (part,) = json.loads((store / "small.json").read_text())

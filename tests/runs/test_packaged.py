@@ -96,6 +96,19 @@ def test_a_user_s_file_has_precedence_over_a_recipe_of_that_name(tmp_path, monke
     assert settings.read("laptop").settings.model == "mine"
 
 
+def test_a_recipe_finds_its_data_where_it_is_copied_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = packaged.RECIPES / "sums.jsonl"
+    copied = tmp_path / "elsewhere" / "mine.yaml"
+    copied.parent.mkdir()
+    copied.write_text((packaged.RECIPES / "laptop.yaml").read_text())
+    assert settings.read("laptop").settings.task == settings.read(copied).settings.task == str(own)
+    (copied.parent / "sums.jsonl").write_text(own.read_text())
+    assert settings.read(copied).settings.task == str(copied.parent / "sums.jsonl")
+    (tmp_path / "sums.jsonl").write_text(own.read_text())
+    assert settings.read(copied).settings.task == "sums.jsonl"
+
+
 def test_a_mistyped_name_is_answered_with_the_nearest():
     with pytest.raises(nalora.NALoRAError, match=r"found no such file.*did you mean laptop\?"):
         settings.read("labtop")

@@ -12,7 +12,7 @@ import nalora
 from nalora import NALoRAConfig, ProjectionScale
 from nalora.config import PAPER_ARGUMENTS
 from nalora.runs.conversion import key_values
-from nalora.runs.settings import check, read
+from nalora.runs.settings import check, chosen, read
 from nalora.studies import study
 from nalora.studies.store import key
 
@@ -311,3 +311,16 @@ def test_overlong_is_also_read_under_its_former_name_and_value(tmp_path):
 def test_the_keys_of_stored_runs_do_not_change(options, stored):
     """These are the keys that version 0.1 computed from `too_long`."""
     assert key(check({**GOOD, **options})) == stored
+
+
+def test_chosen_settings_differ_from_their_defaults(tmp_path):
+    given = {"model": "m", "task": "gym/chain_sum", "method": "na-lora", "apply_to": "update", "rank": 8, "steps": 3,
+             "train_size": 40}  # fmt: skip
+    saved = yaml.safe_load(yaml.safe_dump(check(given).to_dict()))
+    assert len(saved) > 40
+    assert chosen(saved) == {key: value for key, value in given.items() if key != "rank"}
+    assert chosen(yaml.safe_load(yaml.safe_dump(check({**given, "on": "lora+"}).to_dict())))["on"] == "lora+"
+    code = tmp_path / "mine.py"
+    code.write_text("raise RuntimeError('code of a run must not run to show its settings')")
+    assert chosen({**saved, "method": str(code)}).keys() > {"method", "keep_ratio"}
+    assert chosen({**saved, "on": f"{code}:x"})["keep_ratio"]

@@ -141,7 +141,7 @@ def comparison(results: Sequence[ArmResult]) -> Table:
     """Return a table with a row for each arm: scores with intervals, the state of its gates, and the step time."""
     first = results[0].after
     rows = table("", title=f"{first['task']}, {first['examples']} held-out questions (95 % intervals)")
-    for column in ("right answers", "loss of the answers", "gates closed/responsive/open", "step scales gate/up/down",
+    for column in ("right answers", "loss of the answers", "gates closed/responsive/linear", "step scales gate/up/down",
                    "mean mask", "s/step"):  # fmt: skip
         rows.add_column(column, justify="right")
     rows.add_row("before training", _right(results[0].before), _loss(results[0].before), "", "", "", "")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from nalora.cli.screen import BaseModel, DataDir, Device, Trust, console, hush_libraries, number, table
 from nalora.errors import counted
@@ -15,10 +16,16 @@ from nalora.runs.progress import bars
 
 # The title and the number format of each measure in diagnosis.json.
 _COLUMNS = {
-    "D_sel": ("D_sel", ".5f"), "flip": ("flips", ".3%"), "kappa_drift": ("κ drift", ".5f"),
-    "suppressive": ("suppressive", ".3%"), "positive": ("positive", ".3%"), "severe": ("severe", ".4%"),
-    "D_EH": ("D_EH", ".4f"), "D_EH_live": ("of live gates", ".4f"),
+    "D_sel": ("movement", ".5f"), "flip": ("changed regime", ".3%"), "kappa_drift": ("κ drift", ".5f"),
+    "suppressive": ("closed or opened", ".3%"), "positive": ("became linear or not", ".3%"),
+    "severe": ("closed ↔ linear", ".4%"), "D_EH": ("homogeneity", ".4f"), "D_EH_live": ("of live gates", ".4f"),
 }  # fmt: skip
+_MEANING = (
+    "Means over tokens and channels. movement (D_sel): change of φ(z)/z. A gate is closed (suppressive) below the lower"
+    " threshold of its activation, linear (positive) above the upper one, and responsive between them; percentages are"
+    " shares of gates that crossed a threshold. κ = z·φ′/φ; homogeneity (D_EH): squared change of 1 + κ, weighted by"
+    " the mask, and for live gates by their output too."
+)
 
 
 def diagnose(
@@ -84,7 +91,7 @@ def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
         f"{counted(probe['tokens'], 'token')}"
     )
     titles = [title for title, _ in _COLUMNS.values()]
-    rows = table("steps", *titles, title=title)
+    rows = table(Column("steps", no_wrap=True), *titles, title=title)
     for interval in result["intervals"]:
         rows.add_row(f"{interval['from']} → {interval['to']}", *_means(interval))
     rows.add_section()
@@ -92,7 +99,13 @@ def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
     if ends := result["first_to_last"]:
         rows.add_row(f"{ends['from']} → {ends['to']} directly", *_means(ends))
     screen.print(rows)
-    blocks = table("block", *titles, "sup/res/pos first", "last", title="all intervals together, by block")
+    blocks = table(
+        Column("block", no_wrap=True),
+        *titles,
+        "closed/responsive/linear at first",
+        "at last",
+        title="all intervals together, by block",
+    )
     for index, block in enumerate(result["blocks"]):
         values = [number(cumulative[name][index], form) for name, (_, form) in _COLUMNS.items()]
         shares = (
@@ -101,6 +114,7 @@ def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
         )
         blocks.add_row(block["name"], *values, *shares)
     screen.print(blocks)
+    screen.print(_MEANING, highlight=False, style="dim")
     for notice in result["notices"]:
         screen.print(f"Note: {notice}", highlight=False)
     passes, states = cost["forward_passes_per_checkpoint"], counted(len(result["steps"]), "state")
@@ -124,8 +138,10 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
     scores = {"mask": result["mask"]} if result["mask"] else {}
     scores |= {title: result["statistics"][name] for name, title in STATISTICS.items()}
     title = f"{result['run']} against {result['target']}: {counted(result['probe']['tokens'], 'token')}"
-    rows = table("block", "residual", "selection", "view", "‖ΔU‖", "of its bound", title=title)
-    for name in (*(f"ρ {name}" for name in scores), "30 % hold (best)"):
+    rows = table(
+        Column("block", no_wrap=True), "residual", "selection", "view", "norm ‖ΔU‖", "share of its bound", title=title
+    )
+    for name in (*(f"ρ {name}" for name in scores), "top 30 % (best 30 %)"):
         rows.add_column(name)
     for column in rows.columns[1:]:
         column.justify = "right"
@@ -141,9 +157,10 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
         )
     screen.print(rows)
     screen.print(
-        "Shares are fractions of the energy of the three terms. ρ is the rank correlation with the selection mismatch"
-        f" of each channel. The last column is the share of it in the 30 % of channels with the highest {best}, and in"
-        " brackets the largest share that any 30 % have.",
+        "residual, selection and view are shares of the energy of the three terms: the gates' inputs differ, they open"
+        " differently on the same input, the values that they pass differ. ρ is the rank correlation with the selection"
+        f" mismatch of each channel. The last column is its share in the 30 % of channels with the highest {best},"
+        " and in brackets the largest share that any 30 % have.",
         highlight=False,
         style="dim",
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # The exit code of a command that Ctrl-C stopped, as in shells.
@@ -68,7 +68,7 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
-def table(*columns: str, **options: Any) -> Table:
+def table(*columns: str | Column, **options: Any) -> Table:
     """Return an empty table in the style of all commands."""
     return Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
 
@@ -80,4 +80,4 @@ def number(value: float | None, form: str) -> str:
 
 def literal(text: str, style: str = "") -> Text:
     """Return text of a file or a model for the terminal: no markup, no control characters."""
-    return Text("".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4)), style)
+    return Text(printable(text.expandtabs(4)), style)

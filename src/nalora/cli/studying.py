@@ -102,9 +102,8 @@ def study(
         runner = LocalEngine(workers, per_gpu)
     try:
         with Live(console=screen, refresh_per_second=2, transient=True) as live:
-            progress = conduct(
-                described, store, runner, retry_failed=retry_failed, changed=lambda now: live.update(states(now))
-            )
+            shown = (lambda now: live.update(states(now))) if screen.is_terminal else FinishedRuns(screen)
+            progress = conduct(described, store, runner, retry_failed=retry_failed, changed=shown)
     except KeyboardInterrupt as stop:
         screen.print("Stopped; start the study again to continue.", highlight=False)
         # As in shells, 128 plus the signal's number: 143 after SIGTERM, 129 after SIGHUP.
@@ -165,11 +164,35 @@ def _print_answer(screen: Any, progress: Any, store: Path) -> None:
     screen.print(Text(f"Answer: {page}"))
 
 
+class FinishedRuns:
+    """Prints a line for each run that has ended; in a file or a pipe, in place of the live table."""
+
+    def __init__(self, screen: Any) -> None:
+        self.screen = screen
+        self.labels: dict[str, str] = {}
+        self.ended: set[str] = set()
+
+    def __call__(self, progress: Any) -> None:
+        """Print the runs that have ended since the last call."""
+        self.labels |= {key: job.label for key, job in progress.running.items()}
+        # A run that is chosen is evaluated on the test set after the others have ended: it is not printed again.
+        ended = ({*progress.results, *progress.failed} & {*self.labels}) - {*progress.running} - self.ended
+        for key in sorted(ended, key=self.labels.__getitem__):
+            self.ended.add(key)
+            state = f"failed: {progress.failed[key]}" if key in progress.failed else "done"
+            count = f"{progress.done:,} of {counted(progress.total, 'run')} done{_time_left(progress)}"
+            self.screen.print(Text(f"{self.labels[key]} ({key}): {state}; {count}"))
+
+
+def _time_left(progress: Any) -> str:
+    left = progress.seconds_left
+    return f", about {left / 60:.0f} min left" if left is not None else ""
+
+
 def states(progress: Any) -> Any:
     """Return the live table: the number of runs of every arm by state, and an estimate of the time left."""
     schedule = progress.schedule
-    left = progress.seconds_left
-    ahead = f", about {left / 60:.0f} min left" if left is not None else ""
+    ahead = _time_left(progress)
     if progress.stopping:
         ahead = "; stopping, press Ctrl-C again to stop without waiting"
     rows = table("arm", "done", "running", "failed", "learning rate",
