@@ -11,6 +11,7 @@ import tiny_experts
 import torch
 import transformers
 from gradient_models import collated, layers_of, llama, rows, start_on, train_on
+from installed import EXPERTS
 from served import RefusedError, serve
 from torch import nn
 
@@ -85,8 +86,11 @@ def qwen3_moe(**settings) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("method", "make"),
-    [(GoRA(**SETTINGS["gora"]), gpt2), (LoRA(), qwen3_moe), (RsLoRA(), qwen3_moe)],
-    ids=["GoRA of transposed weights", "LoRA of experts", "rsLoRA of experts"],
+    [
+        pytest.param(GoRA(**SETTINGS["gora"]), gpt2, id="GoRA of transposed weights"),
+        pytest.param(LoRA(), qwen3_moe, id="LoRA of experts", marks=EXPERTS),
+        pytest.param(RsLoRA(), qwen3_moe, id="rsLoRA of experts", marks=EXPERTS),
+    ],
 )
 def test_layers_of_different_ranks_are_saved_with_one(method, make, tmp_path):
     """PEFT gives the fused gate and up of experts twice the rank, and under rsLoRA so another scaling."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import nalora
 from nalora import methods
+from nalora.models.versions import TUNERS, is_older
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
 from nalora.training.run import train
@@ -31,17 +32,18 @@ ELEVEN = [
     {"method": "gora", "gradient_batches": 2},
     {"method": "na-lora"},
 ]
+GRALORA = () if is_older("peft", TUNERS["gralora"]) else ("peft/gralora",)
 OTHERS = [
     {"method": "lora-pro", "mode": "full"},
     {"method": "block-lora", "blocks": 2, "ratio": 4},
-    {"method": "peft/gralora", "gralora_k": 2},
+    *({"method": name, "gralora_k": 2} for name in GRALORA),
 ]
 CONTROLS = [{"method": name} for name in methods.names() if name.startswith("na-lora-")] + [
     {"method": "lora-scaled", "gate_scale": 0.5}
 ]
 HOSTS = ({}, {"on": "rslora"}, {"on": "dora"}, {"on": "lora+"}, {"on": "pissa", "iterations": 4},
          {"on": "lora-ga", "gradient_batches": 2}, {"on": "gora", "gradient_batches": 2},
-         {"on": "peft/gralora", "gralora_k": 2})  # fmt: skip
+         *({"on": name, "gralora_k": 2} for name in GRALORA))  # fmt: skip
 
 
 def called(options):
