@@ -11,6 +11,7 @@ import time
 import peft
 import pytest
 import transformers
+from installed import CONTROLLED_EXPERTS
 from rich.console import Console
 
 import nalora
@@ -114,6 +115,7 @@ def test_every_option_reaches_the_plan(run, llama):
     assert "[1] switched off" in run("inspect", llama, "--no-scaling")[1]
 
 
+@CONTROLLED_EXPERTS
 def test_experts_are_one_row_and_refused_adapters_are_named_with_the_reason(run, tmp_path):
     sizes = dict(moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=4)
     transformers.Qwen2MoeConfig(**SMALL, **sizes).save_pretrained(tmp_path / "base")

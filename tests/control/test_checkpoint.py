@@ -9,6 +9,7 @@ import pytest
 import tiny
 import tiny_experts
 import torch
+from installed import CONTROLLED_EXPERTS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -151,6 +152,7 @@ def test_bad_files_are_refused_and_leave_everything_as_it_was(damage, tmp_path):
     assert same(adapters, tiny.adapter_state(second.model))
 
 
+@CONTROLLED_EXPERTS
 def test_a_state_of_version_1_has_no_experts_which_start_anew(tmp_path):
     """Until then experts were plain LoRA next to the dense blocks that were controlled."""
     model = tiny_experts.adapted("Qwen3Moe")
