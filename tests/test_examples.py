@@ -43,6 +43,11 @@ def test_an_example_runs_and_saves_an_adapter(script, tmp_path):
     assert any(torch.count_nonzero(weight) for name, weight in weights.items() if "lora_B" in name)
 
 
+def test_the_readme_shows_the_plain_loop_as_it_is():
+    code = (ROOT / "examples" / "plain_loop.py").read_text(encoding="utf-8").partition('"""\n\n')[2]
+    assert code.rstrip() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_an_example_is_short(script):
     assert len(script.read_text().splitlines()) < 40

@@ -35,7 +35,7 @@ _BROKEN_PIPE = 128 + 13
 
 app = typer.Typer(
     name="nalora",
-    help="Nonlinearity-Aware LoRA (NA-LoRA): train, evaluate and compare LoRA adapters.",
+    help="Train LoRA adapters on your own data; evaluate, compare, talk to and export them.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -48,7 +48,8 @@ def data(
             left_out.append(too_long)
     rows = table("", "", show_header=False)
     rows.add_row("format", task.reader.format.name)
-    columns = ", ".join(f"{role}: {column}" for role, column in task.reader.columns.items())
+    optional = {role: " (optional)" for role in task.reader.columns if f"{role}?" in task.reader.format.roles}
+    columns = ", ".join(f"{role}: {column}{optional.get(role, '')}" for role, column in task.reader.columns.items())
     rows.add_row("columns", _literal(columns))
     rows.add_row("training rows", f"{len(train) - sum(reason.rows for reason in left_out[1:]):,}")
     rows.add_row("test rows", f"{len(task.test_examples()):,}")

@@ -71,6 +71,10 @@ class TextFile:
         """Return the file and line of a row."""
         return f"{self.path}:{self.lines[index]}"
 
+    def __del__(self) -> None:
+        if (file := self.__dict__.get("_file")) is not None:
+            file.close()
+
     def __getstate__(self) -> dict[str, Any]:
         """A worker process opens the file again."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_file", "_lock")}
