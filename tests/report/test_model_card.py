@@ -58,3 +58,10 @@ def test_only_chosen_settings_are_listed():
     run = check({"model": "m", "task": "gsm8k", "method": "na-lora", "keep_ratio": 0.5, "rank": 8, "steps": 7})
     assert chosen_settings(run) == {"keep_ratio": 0.5, "steps": 7}
     assert "| `keep_ratio` | 0.5 |" in settings_table(run)
+
+
+def test_a_base_from_a_gguf_file_is_called_dequantised(tmp_path):
+    assert "dequantised" not in card("merged", base=str(tmp_path))
+    (tmp_path / "NALORA-MANIFEST").write_text("{}")
+    assert "dequantised from a GGUF file" in card("merged", base=str(tmp_path))
+    assert "dequantised from a GGUF file" in card("merged", base="model.gguf")

@@ -91,6 +91,11 @@ def cached_folder(gguf: Path) -> Path:
     return existing[0] if existing else cache / f"{gguf.stem[:80]}-{content}"
 
 
+def is_dense_copy(folder: Path) -> bool:
+    """Return whether a folder has the dequantised weights of a GGUF file, which adapters name as their base model."""
+    return (folder / _MANIFEST).is_file()
+
+
 def _header_and_folder(gguf: Path) -> tuple[Header, Path]:
     if importlib.util.find_spec("gguf") is None:
         raise missing_package(gguf.name, "gguf", "to read the file's weights")

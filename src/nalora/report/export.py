@@ -24,7 +24,7 @@ from nalora.models.gguf_architectures import Architecture
 from nalora.models.gguf_vocabulary import vocabulary_of
 from nalora.models.gguf_writer import BYTES, Precision, write_gguf
 from nalora.models.loading import Loaded
-from nalora.report.model_card import Card, base_name
+from nalora.report.model_card import Card, base_name, is_dequantised
 from nalora.runs import targets
 from nalora.runs.progress import Report
 from nalora.runs.targets import Target
@@ -142,7 +142,7 @@ def _export_model(
     facts = []
     if method:
         facts.append(f"the base model was trained on quantised to 4 bits ({method}); its weights were dequantised")
-    if loading.gguf_file(target.spec.name) is not None:
+    if is_dequantised(target.spec.name):
         facts.append("the base model is a GGUF file; its weights were dequantised to float32")
     with _complete_folder(output) as folder:
         model, before = _merged(target, str(loaded).removeprefix("torch."), wanted, bool(method), report)

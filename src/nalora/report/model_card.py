@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora import __version__
-from nalora.models import loading
+from nalora.models import gguf_cache, loading
 from nalora.report.evaluations import label, read_evaluations
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import Run
@@ -74,7 +74,7 @@ class Card:
 
     def _first_sentences(self, run: Run | None) -> str:
         name = self.target.spec.name
-        dequantised = loading.gguf_file(name) is not None
+        dequantised = is_dequantised(name)
         base = f"`{_plain(name)}`" + (", dequantised from a GGUF file" if dequantised else "")
         lines = [f"This is {_TITLES[self.form]}.", "", f"- Base model: {base}"]
         if run:
@@ -191,6 +191,11 @@ def _plain(value: object) -> str:
     """Return a value in one line, without what Markdown would take for the end of a cell or for code."""
     text = " ".join(str(value).split())
     return text.replace("|", "\\|").replace("`", "'").replace("<", "&lt;")
+
+
+def is_dequantised(name: str) -> bool:
+    """Return whether a base model is a GGUF file, or the dense copy that nalora made of one."""
+    return loading.gguf_file(name) is not None or gguf_cache.is_dense_copy(Path(name).expanduser())
 
 
 def base_name(target: Target) -> str:
