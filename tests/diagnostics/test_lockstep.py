@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import tiny
+import tiny_experts
 import torch
 import transformers
 
@@ -181,3 +182,11 @@ def test_gradients_are_off_in_every_thread_and_the_mode_is_restored():
         lockstep.run(padded(), lambda site, gates, mask: modes.append((gates[0].z.requires_grad, model.training)))
     assert modes == [(False, False)] * 2
     assert model.training
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_gates_of_experts_are_left_out():
+    (site,) = find_sites(tiny_experts.base("Qwen3Moe"))
+    assert site.gate == "model.layers.0.mlp.gate_proj"
+    with pytest.raises(nalora.NALoRAError, match="no FFN block outside of experts"):
+        find_sites(tiny_experts.base("Mixtral"))

@@ -14,6 +14,7 @@ from nalora.activations import Activation
 from nalora.control.blocks import find_blocks
 from nalora.distributed.wrappers import base_of
 from nalora.errors import NALoRAError
+from nalora.models.target_modules import resolve_targets
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _with_all_layers_adapted(model: nn.Module) -> nn.Module:
         skeleton = copy.deepcopy(base, {id(tensor): _without_data(tensor) for tensor in tensors})
         targets = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
     settings = peft.LoraConfig(r=1, target_modules=targets)
+    resolve_targets(settings, skeleton)
     with warnings.catch_warnings():
         # PEFT warns about GPT-2's transposed layers, which are not computed here.
         warnings.simplefilter("ignore")
