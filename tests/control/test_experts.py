@@ -84,8 +84,8 @@ def refused(model) -> str:
     return str(raised.value)
 
 
-def test_channels_on_a_are_refused_as_older_versions_of_peft_store_them():
-    """Before 0.19 PEFT took the second dimension of every expert parameter for its inputs."""
+def test_channels_on_a_are_refused():
+    """The flag by which PEFT records that it exchanged inputs and outputs; without it B has the inputs' rows."""
     model = tiny_experts.adapted("Mixtral", target_parameters=["experts.gate_up_proj"])
     for layer in model.modules():
         if isinstance(layer, peft.tuners.lora.layer.ParamWrapper):
