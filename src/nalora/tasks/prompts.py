@@ -12,30 +12,17 @@ from nalora.tasks.data_files import SUFFIXES, Rows, open_rows
 from nalora.tasks.data_formats import FORMATS, Conversation, Reader
 from nalora.tasks.example_rows import plain_prompt
 from nalora.tasks.task import Example
-from nalora.tasks.text_files import Report, Row, TextFile
+from nalora.tasks.text_files import Lines, Report, Row
 
 # The roles of expected answers, which prompts do not need.
 _ANSWERS = ("completion", "output", "answer")
 _TEXT = "text"
 
 
-class TextLines(TextFile):
-    """A prompt in every line; empty lines are skipped."""
+class TextLines(Lines):
+    """A prompt in every line."""
 
     expected = "lines of text"
-
-    def _scan(self) -> Iterator[str | None]:
-        start = self._file.tell()
-        for number, line in enumerate(self._file, 1):
-            if line.strip():
-                self.starts.append(start)
-                self.lines.append(number)
-                try:
-                    line.decode()
-                    yield None
-                except UnicodeDecodeError as error:
-                    yield f"line {number}: the byte 0x{line[error.start]:02x}, which is not UTF-8"
-            start += len(line)
 
     def _read(self, file: Iterator[bytes]) -> Row:
         return {_TEXT: next(file).decode().rstrip("\r\n")}

@@ -84,10 +84,8 @@ class TextFile:
         self._file, self._lock = self.path.open("rb"), threading.Lock()
 
 
-class JsonLines(TextFile):
-    """One JSON object per line; empty lines are skipped."""
-
-    expected = "one JSON object per line"
+class Lines(TextFile):
+    """A row in every line; empty lines are skipped."""
 
     def _scan(self) -> Iterator[str | None]:
         start = self._file.tell()
@@ -95,26 +93,39 @@ class JsonLines(TextFile):
             if line.strip():
                 self.starts.append(start)
                 self.lines.append(number)
-                yield _problem(line, number)
+                problem = self._problem(line)
+                yield problem and f"line {number}: {problem}"
             start += len(line)
+
+    def _problem(self, line: bytes) -> str | None:
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            return f"the byte 0x{line[error.start]:02x}, which is not UTF-8"
+        return None
+
+
+class JsonLines(Lines):
+    """One JSON object per line."""
+
+    expected = "one JSON object per line"
+
+    def _problem(self, line: bytes) -> str | None:
+        if (problem := super()._problem(line)) is not None:
+            return problem
+        try:
+            row = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            return f"no JSON ({error.msg}, column {error.colno})"
+        except ValueError as error:  # an integer of thousands of digits
+            return str(error)
+        except RecursionError:
+            return "JSON that is nested too deeply"
+        return None if isinstance(row, dict) else f"{type(row).__name__} instead of an object"
 
     def _read(self, file: Iterator[bytes]) -> Row:
         row: Row = json.loads(next(file))
         return row
-
-
-def _problem(line: bytes, number: int) -> str | None:
-    try:
-        row = json.loads(line.rstrip())
-    except UnicodeDecodeError as error:
-        return f"line {number}: the byte 0x{line[error.start]:02x}, which is not UTF-8"
-    except json.JSONDecodeError as error:
-        return f"line {number}: no JSON ({error.msg}, column {error.colno})"
-    except ValueError as error:  # an integer of thousands of digits
-        return f"line {number}: {error}"
-    except RecursionError:
-        return f"line {number}: JSON that is nested too deeply"
-    return None if isinstance(row, dict) else f"line {number}: {type(row).__name__} instead of an object"
 
 
 class Table(TextFile):
