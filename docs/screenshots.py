@@ -26,6 +26,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 # A picture is of a window of this size, scrolled to a section or a chart: (name, where, width, height, theme).
 PICTURES = (
     ("results", "body", 1200, 900, "light"),
+    ("examples", "#examples", 1200, 700, "light"),
     ("gates", "#gates", 1200, 900, "light"),
     ("kappa", "#chart-kappa", 1200, 620, "light"),
     ("moved", "#moved", 1200, 560, "light"),

@@ -17,6 +17,7 @@ from rich.table import Table
 from nalora.cli.screen import literal, table
 from nalora.diagnostics.dynamics import diagnose
 from nalora.diagnostics.inputs import DiagnosisOptions
+from nalora.errors import shortened
 from nalora.evaluation.answers import read_answers, side_by_side
 from nalora.evaluation.targets import Request, evaluate_target
 from nalora.files import atomic, outputs
@@ -51,6 +52,7 @@ ARMS = (
 _ARMS_OF_0_1 = ("lora", "na-lora-gradient", "na-lora-update")
 # Examples at the end: answers that training made right, and answers that are still wrong.
 _MADE_RIGHT, _STILL_WRONG = 3, 2
+_WIDEST = 60
 
 
 class ArmResult(NamedTuple):
@@ -168,7 +170,7 @@ def examples(results: Sequence[ArmResult]) -> Table:
     rows = table("question", "expected", *folders, title="Examples: answers that training made right, and wrong ones")
     for key in made_right + wrong:
         first, *_ = questions[key].values()
-        answers = [literal(" ".join(a.outputs[0].split()), "" if all(a.scores.values()) else "red")
+        answers = [literal(shortened(" ".join(a.outputs[0].split()), _WIDEST), "" if all(a.scores.values()) else "red")
                    for a in questions[key].values()]  # fmt: skip
         rows.add_row(literal(first.question or ""), literal(first.expected or ""), *answers)
     return rows
