@@ -151,6 +151,35 @@ def test_two_padded_passes_before_one_checkpointed_backward(reentrant):
     assert_same(run(pair), run(pair, model=checkpointed))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_padded_and_an_unpadded_pass_before_one_checkpointed_backward(reentrant):
+    """A layer gets no mask without padding, and a recomputation must not take the mask of the other pass."""
+
+    def pair(model, step):
+        padded = (torch.arange(12) < torch.tensor([12, 4, 7])[:, None]).long()
+        first, second = (tiny.tokens(3, 12, seed=10 * step + which) for which in (0, 1))
+        yield tiny.sum_loss(model, first) + tiny.sum_loss(model, second, padded)
+
+    checkpointed = tiny.llama()
+    checkpointed.enable_input_require_grads()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_same(run(pair), run(pair, model=checkpointed))
+
+
+def test_detach_restores_the_checkpoint_function_and_a_copy_has_it_too():
+    model = tiny.llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    layer = model.base_model.model.model.layers[0]
+    before = layer._gradient_checkpointing_func
+    controller = nalora.attach(model, torch.optim.SGD(tiny.trainable(model), lr=0.1))
+    tiny.sum_loss(model, tiny.tokens())
+    assert layer._gradient_checkpointing_func is not before
+    copied = copy.deepcopy(layer)._gradient_checkpointing_func
+    assert (copied.func, copied.keywords) == (before.func, before.keywords)
+    controller.detach()
+    assert layer._gradient_checkpointing_func is before
+
+
 @torch.no_grad()
 def score_in_training_mode(model):
     model(input_ids=tiny.tokens(2, 7, seed=99))

@@ -8,35 +8,77 @@ vision tower, nor an encoder's to its decoder.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from nalora.control.gate_taps import Tap
 from nalora.control.hooks import inert_hook
 from nalora.errors import NALoRAError
 
+# Where transformers stores the checkpoint function of a module.
+_CHECKPOINT = "_gradient_checkpointing_func"
 # The label of a token without a loss: the default of torch's cross_entropy.
 IGNORED_LABEL = -100
 
 
 class _Argument:
-    """A hook that stores one argument of a module's current call; a copy of the module gets an inert hook."""
+    """A hook that stores one argument of a module's current call; a copy of the module gets an inert hook.
+
+    Attributes:
+        value: the argument.
+        around: the same argument of the modules around this one.
+    """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.name = name
         self.position = list(inspect.signature(module.forward).parameters).index(name)
         self.value: Any = None
+        self.around: Sequence[_Argument] = ()
+        self._module = module
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.value = args[self.position] if len(args) > self.position else kwargs.get(self.name)
+        checkpoint = module.__dict__.get(_CHECKPOINT)
+        if isinstance(checkpoint, functools.partial) and checkpoint.keywords.get("use_reentrant"):
+            setattr(module, _CHECKPOINT, _WithArguments(checkpoint, (self, *self.around)))
+
+    def remove(self) -> None:
+        """Let the module checkpoint as before."""
+        if isinstance(checkpoint := self._module.__dict__.get(_CHECKPOINT), _WithArguments):
+            setattr(self._module, _CHECKPOINT, checkpoint.checkpoint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inert_hook, ()
+
+
+class _WithArguments:
+    """A module's checkpoint function whose recomputations find the arguments of their own pass.
+
+    Since version 5.23 transformers checkpoints a layer's `forward`, so that a recomputation calls none of its hooks. It
+    counts with reentrant checkpointing, and another pass may have been computed in the meantime.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], arguments: Sequence[_Argument]) -> None:
+        self.checkpoint, self.arguments = checkpoint, arguments
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        values = [argument.value for argument in self.arguments]
+
+        def with_arguments(*inputs: Any, **named: Any) -> Any:
+            for argument, value in zip(self.arguments, values, strict=True):
+                argument.value = value
+            return function(*inputs, **named)
+
+        return self.checkpoint(with_arguments, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self.checkpoint,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +156,16 @@ def _hides(mask: Tensor, own: Tensor) -> Tensor:
     return mask[:, 0, 1:].all() & ~own[:, 1:].all()
 
 
-def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[RemovableHandle]]:
+def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, TokenMask], list[Tap]]:
     """Hook the modules around the named gate layers; return their masks by name and the handles of the hooks."""
     modules = dict(model.named_modules())
     arguments: dict[tuple[str, str], _Argument] = {}
-    handles: list[RemovableHandle] = []
+    handles: list[Tap] = []
 
     def argument(owner: str, name: str) -> _Argument:
         if (owner, name) not in arguments:
             arguments[owner, name] = hook = _Argument(modules[owner], name)
-            handles.append(modules[owner].register_forward_pre_hook(hook, with_kwargs=True))
+            handles.extend((modules[owner].register_forward_pre_hook(hook, with_kwargs=True), hook))
         return arguments[owner, name]
 
     masks = {}
@@ -136,6 +178,8 @@ def register_mask_hooks(model: nn.Module, gates: list[str]) -> tuple[dict[str, T
                 attention_masks.append(argument(owner, "attention_mask"))
             if _is_tower(modules[owner]):
                 break
+        for index, inner in enumerate(attention_masks):
+            inner.around = attention_masks[index + 1 :]
         decoder = image_labels = None
         for owner in path:
             if _takes(modules[owner], "pixel_values", "labels"):

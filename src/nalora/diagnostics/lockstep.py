@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from nalora.control.gate_taps import Tap
 from nalora.control.tokens import TokenMask, register_mask_hooks
 from nalora.diagnostics.sites import GateSite, find_sites
 from nalora.distributed.wrappers import base_of
@@ -64,7 +64,7 @@ class Lockstep:
         self.forward_passes = 0  # over all models
         self._gates_per_pass: int | None = None
         self._passes: list[_Pass] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Tap] = []
 
     def __enter__(self) -> Lockstep:
         try:
