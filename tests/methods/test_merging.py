@@ -9,7 +9,7 @@ import torch
 from exported_models import byte_level, model_for
 
 import nalora
-from nalora.methods.merging import Agreement, answer, compare, merge
+from nalora.methods.merging import Agreement, Answers, answer, compare, merge
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +88,17 @@ def test_a_difference_beyond_rounding_does_not_hold(tokenizer):
     assert not agreement.holds
     assert "greedy tokens equal" in str(agreement)
     assert not Agreement(float("nan"), 1.0, 0, 0, 1.0).holds
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("damaged", ["one", "other", "both"])
+@pytest.mark.parametrize("prompt", [0, 1, 2])
+def test_logits_that_are_not_finite_do_not_hold(value, damaged, prompt):
+    """On any of the prompts, in any of the forms: an overflow in float16 must not pass for a small difference."""
+    forms = {name: [torch.ones(2, 4) for _ in range(3)] for name in ("one", "other")}
+    assert compare(Answers(forms["one"], []), Answers(forms["other"], []), torch.float16).holds
+    for name in forms if damaged == "both" else [damaged]:
+        forms[name][prompt][1, 2] = value
+    agreement = compare(Answers(forms["one"], []), Answers(forms["other"], []), torch.float16)
+    assert not agreement.holds
+    assert not agreement.is_finite

@@ -154,15 +154,19 @@ def test_a_full_disk_is_found_before_weights_are_written(run, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_merged_weights_that_answer_differently_are_not_exported(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("factor", "found"),
+    [(1.1, "answers other than those of the adapted one: largest"), (float("inf"), "logits that are not finite")],
+)
+def test_merged_weights_that_answer_differently_are_not_exported(run, tmp_path, monkeypatch, factor, found):
     def damaged(*arguments):
         model = merge(*arguments)
-        model.model.layers[0].mlp.gate_proj.weight.data *= 1.1
+        model.model.layers[0].mlp.gate_proj.weight.data *= factor
         return model
 
     merge = merging.merge
     monkeypatch.setattr(merging, "merge", damaged)
-    with pytest.raises(nalora.NALoRAError, match=r"answers other than those of the adapted one: largest difference"):
+    with pytest.raises(nalora.NALoRAError, match=found):
         export(targets.resolve(str(run)), "merged", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Agreement:
     """How far two forms of a model agree.
 
     Args:
-        difference: the largest difference of two logits.
+        difference: the largest difference of two logits; NaN if one is NaN.
         largest: the largest absolute logit.
         same: the number of greedy tokens before the first difference, over all prompts.
         tokens: the number of greedy tokens.
@@ -54,7 +55,12 @@ class Agreement:
     @property
     def holds(self) -> bool:
         """Whether the difference is within the tolerance; not for numbers that are not finite."""
-        return self.difference <= self.tolerance * self.largest
+        return self.is_finite and self.difference <= self.tolerance * self.largest
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all logits of both forms are finite, which an overflow of float16 (above 65504) is not."""
+        return math.isfinite(self.difference) and math.isfinite(self.largest)
 
     def __str__(self) -> str:
         return (
@@ -91,8 +97,9 @@ def compare(one: Answers, other: Answers, dtype: torch.dtype) -> Agreement:
         shortest = min(len(tokens), len(others))
         same += next((index for index in range(shortest) if tokens[index] != others[index]), shortest)
     return Agreement(
-        max(float((a - b).abs().max()) for a, b in pairs),
-        max(float(a.abs().max()) for a, _ in pairs),
+        # Python's max passes over NaN unless it comes first.
+        float(torch.stack([(a - b).abs().max() for a, b in pairs]).max()),
+        float(torch.stack([a.abs().max() for a, _ in pairs]).max()),
         same,
         max(sum(map(len, answers.tokens)) for answers in (one, other)),
         TOLERANCES[dtype],

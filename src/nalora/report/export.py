@@ -246,9 +246,10 @@ def _write_gguf(
 
 def _checked(agreement: merging.Agreement, one: str, other: str) -> str:
     if not agreement.holds:
+        what = "answers other than those of" if agreement.is_finite else "logits that are not finite, here or in"
         raise NALoRAError(
             one,
-            found=f"answers other than those of {other}: {agreement}",
+            found=f"{what} {other}: {agreement}",
             expected="the same up to rounding",
             fix="give --dtype float32, or export --to peft and report it",
         )
