@@ -1,7 +1,8 @@
-"""A child process gets the signals of its launcher once, and the launcher its exit code."""
+"""A child process gets every signal of its launcher, Ctrl-C once, and the launcher its exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -34,15 +35,14 @@ import os, sys
 from nalora.cli import child_process
 sys.exit(child_process.run([sys.executable, "-c", {CHILD!r}], os.environ))
 """
-# Starts the launcher in its own group and signals the whole group, as a terminal or `timeout` does.
-GROUP = f"""
-import os, signal, subprocess, sys
+# Starts the launcher in its own group and signals it alone, as `Popen.terminate` and `kill $!` in a script do.
+PARENT = f"""
+import subprocess, sys
 launcher = subprocess.Popen([sys.executable, "-c", {LAUNCHER!r}])
-number = int(sys.stdin.readline())
-signal.signal(number, signal.SIG_IGN)
-os.killpg(0, number)
+launcher.send_signal(int(sys.stdin.readline()))
 sys.exit(launcher.wait())
 """
+IN_TERMINAL = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{LAUNCHER}"
 
 
 @pytest.mark.parametrize(
@@ -52,24 +52,53 @@ def test_exit_codes_pass_through(code, expected):
     assert child_process.run([sys.executable, "-c", code], os.environ) == expected
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["to the launcher", "to the group"])
+@pytest.fixture
+def start():
+    """Start a program in a session of its own, which is ended after the test."""
+    started = []
+
+    def start(code, stdin=subprocess.PIPE):
+        command = [sys.executable, "-c", code]
+        started.append(
+            subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
+        assert started[0].stdout.readline() == "ready\n"
+        return started[0]
+
+    yield start
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started[0].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("same_group", [False, True], ids=["another group", "same group"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
-def test_a_signal_reaches_the_program_once(name, whole_group):
-    """A terminal signals the whole group; `kill` and schedulers signal the launcher alone."""
+def test_a_signal_to_the_launcher_alone_reaches_the_program(start, name, same_group):
     number = getattr(signal, name)
-    started = subprocess.Popen(
-        [sys.executable, "-c", GROUP if whole_group else LAUNCHER],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    started = start(PARENT if same_group else LAUNCHER)
+    if not same_group:
+        started.send_signal(number)
+    printed, _ = started.communicate(f"{int(number)}\n", timeout=20)
+    assert printed == f"{name}\n1 received\n"
+    assert started.returncode == 7
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_program_once(start):
+    ours, terminal = os.openpty()
     try:
-        assert started.stdout.readline() == "ready\n"
-        if not whole_group:
-            started.send_signal(number)
-        printed, _ = started.communicate(f"{int(number)}\n", timeout=20)
-        assert printed == f"{name}\n1 received\n"
+        started = start(IN_TERMINAL, terminal)
+        os.write(ours, b"\x03")
+        assert started.communicate(timeout=20)[0] == "SIGINT\n1 received\n"
         assert started.returncode == 7
     finally:
-        os.killpg(started.pid, signal.SIGKILL) if started.poll() is None else None
+        os.close(ours)
+        os.close(terminal)
+
+
+def test_a_signal_that_ends_the_program_is_in_the_exit_code(start):
+    sleep = "print('ready', flush=True); import time; time.sleep(60)"
+    started = start(LAUNCHER.replace(repr(CHILD), repr(sleep)))
+    started.terminate()
+    assert started.wait(20) == 128 + 15
 
 
 def test_the_program_starts_with_the_signals_unblocked():

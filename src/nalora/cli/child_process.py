@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,8 @@ from nalora.errors import NALoRAError, reason
 
 # The signals with which people and schedulers stop or ask a training; Windows does not have all of them.
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+# The si_code of a signal that the kernel sent, not a process; the module signal does not have it.
+_SI_KERNEL = 0x80
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -52,23 +53,18 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], passed_on: set[signal.Signals]) -> int:
-    """Wait for the child and pass signals on that it did not get itself.
+    """Wait for the child and pass signals on, except those that the terminal has sent to it too.
 
-    A terminal sends Ctrl-C, and `timeout` its signal, to the whole group of processes, which the child belongs to. A
-    second copy would stop programs that save a checkpoint at the first.
+    At Ctrl-C the kernel signals the whole foreground group, which the child belongs to. A second copy would stop
+    programs that save a checkpoint at the first. A signal of a process, which may be in the same group, does not show
+    whether it was sent to the group or to the launcher alone: a second one does less harm than none.
     """
     while (code := child.poll()) is None:
         received = signal.sigwaitinfo({*passed_on, signal.SIGCHLD})
-        if received.si_signo != signal.SIGCHLD and not _from_own_group(received):
+        typed = received.si_signo == signal.SIGINT and received.si_code == _SI_KERNEL
+        if received.si_signo != signal.SIGCHLD and not typed:
             child.send_signal(received.si_signo)
     return code
-
-
-def _from_own_group(received: signal.struct_siginfo) -> bool:
-    try:
-        return received.si_pid == 0 or os.getpgid(received.si_pid) == os.getpgrp()
-    except ProcessLookupError:  # the sender has ended
-        return False
 
 
 def _wait_for_terminal(child: subprocess.Popen[bytes]) -> int:
