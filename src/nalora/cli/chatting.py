@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from nalora.cli.screen import (
     BaseModel,
@@ -24,6 +23,7 @@ from nalora.cli.screen import (
     TopP,
     Trust,
     hush_libraries,
+    literal,
     printable,
 )
 from nalora.errors import NALoRAError, counted, did_you_mean, reason
@@ -62,7 +62,7 @@ def chat(
     """
     hush_libraries()
     notes = Console(stderr=True)
-    with notes.status(Text(f"loading {printable(target)}")):
+    with notes.status(literal(f"loading {target}")):
         from nalora.evaluation.conversation import Conversation, prompt_form
         from nalora.evaluation.generation import Sampling
         from nalora.runs import targets
@@ -92,7 +92,7 @@ def chat(
 
 def note(text: str, notes: Console) -> None:
     """Print a line about the conversation to stderr, so that a pipe gets answers only."""
-    notes.print(Text(printable(text), "dim"), soft_wrap=not notes.is_terminal)
+    notes.print(literal(text, "dim"), soft_wrap=not notes.is_terminal)
 
 
 def typed_lines() -> Iterator[str]:

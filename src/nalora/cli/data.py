@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nalora.cli.screen import console, hush_libraries, printable, table
+from nalora.cli.screen import console, hush_libraries, literal, table
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -50,7 +50,7 @@ def data(
     rows.add_row("format", task.reader.format.name)
     optional = {role: " (optional)" for role in task.reader.columns if f"{role}?" in task.reader.format.roles}
     columns = ", ".join(f"{role}: {column}{optional.get(role, '')}" for role, column in task.reader.columns.items())
-    rows.add_row("columns", _literal(columns))
+    rows.add_row("columns", literal(columns))
     rows.add_row("training rows", f"{len(train) - sum(reason.rows for reason in left_out[1:]):,}")
     rows.add_row("test rows", f"{len(task.test_examples()):,}")
     rows.add_row("measure", ", ".join(task.measures))
@@ -110,21 +110,14 @@ def _left_out_table(reasons: Iterable[LeftOut]) -> Any:
     rows = table("left out, because", "rows", "such as")
     for reason in reasons:
         named = ", ".join(reason.first) + (", …" if reason.rows > len(reason.first) else "")
-        rows.add_row(reason.reason, f"{reason.rows:,}", _literal(named))
+        rows.add_row(reason.reason, f"{reason.rows:,}", literal(named))
     return rows
 
 
 def _marked(name: str, parts: list[Part], *, brackets: bool) -> Text:
     """Return the parts with those that are trained on in bold; in brackets where there are no colours."""
-    example = _literal(name)
+    example = literal(name)
     for part in parts:
         text = f"⟦{part.text}⟧" if brackets and part.trained else part.text
-        example.append_text(_literal(text, "bold green" if part.trained else "dim"))
+        example.append_text(literal(text, "bold green" if part.trained else "dim"))
     return example
-
-
-def _literal(text: str, style: str = "") -> Text:
-    """Return text of a file for the terminal: no control characters, no markup."""
-    from rich.text import Text
-
-    return Text(printable(text), style)

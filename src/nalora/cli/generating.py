@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from nalora.cli.chatting import note
 from nalora.cli.screen import (
@@ -23,6 +22,7 @@ from nalora.cli.screen import (
     TopP,
     Trust,
     hush_libraries,
+    literal,
     printable,
 )
 from nalora.errors import NALoRAError, counted
@@ -87,7 +87,7 @@ def generate(
     if file is not None:
         with bars(progress, transient=True) as report:
             rows = PromptRows(file, split, chosen, system, report=report)
-    with notes.status(Text(f"loading {printable(target)}")):
+    with notes.status(literal(f"loading {target}")):
         loaded = targets.load(named).trained
         form = prompt_form(named, loaded.processor, loaded.spec.kind, style)
     if form.notice:
