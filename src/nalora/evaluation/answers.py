@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,7 @@ def read_scores(folder: Path, measure: str, most: int | None = None) -> dict[str
         weighted = {
             key: (math.nan if loss is None else float(loss), float(tokens))
             for key, (loss, tokens) in rows.items()
-            if isinstance(loss, int | float | None) and isinstance(tokens, int) and tokens > 0
+            if (loss is None or _is_number(loss)) and isinstance(tokens, int) and _is_number(tokens) and tokens > 0
         }
     else:
         scores = {str(row.get("id")): _numbers(row.get("scores")) for row in read_jsonl(folder / "scores.jsonl")}
@@ -113,4 +114,9 @@ def _list(value: Any) -> list[Any]:
 def _numbers(value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         return {}
-    return {str(name): float(number) for name, number in value.items() if isinstance(number, int | float)}
+    return {str(name): float(number) for name, number in value.items() if _is_number(number)}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value of a file is a number that a float can hold: JSON has integers of any size."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
