@@ -36,7 +36,10 @@ def rows(run, *arguments):
 def test_answers_are_next_to_each_other(run, folder):
     code, out, _ = run("show", folder / "lora", "--limit", 4)
     assert code == 0
-    assert "100 questions, base 4 (4%) right, adapted 31 (31%) right, 27 wrong → right, 0 right → wrong" in out
+    assert (
+        "100 questions, base 4 of 100 (4%) right, adapted 31 of 100 (31%) right, 27 wrong → right, 0 right → wrong"
+        in out
+    )
     assert "shown: 4 of 100 questions" in out
     lines = out.splitlines()
     start = lines.index("What is 3 + 6?")
@@ -51,6 +54,41 @@ def test_markup_and_control_characters_are_shown_and_not_interpreted(run, folder
     assert "[bold]markup[/] �[31mred � � �" in out
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
     assert rows(run, folder / "lora", "--limit", 1)[0]["base"]["outputs"] == [ODD]
+
+
+@pytest.fixture
+def unequal(tmp_path):
+    """A base model that answered 4 questions, and an adapter that answered the first 2 of them."""
+    for model, right in (("base", (1, 1, 1, 0)), ("adapted", (1, 0))):
+        place = tmp_path / "evaluations" / "mine" / f"{model}-0123456789"
+        write_evaluation(place, sum(right), of=len(right))
+        rows = [{"id": f"q{i}", "question": "?", "outputs": ["x"], "scores": {"exact": s}} for i, s in enumerate(right)]
+        (place / "outputs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_a_share_is_of_the_answers_of_its_model(run, unequal):
+    code, out, err = run("show", unequal)
+    assert code == 0, err
+    assert "4 questions, base 3 of 4 (75%) right, adapted 1 of 2 (50%) right, 0 wrong → right, 1 right → wrong" in out
+
+
+def test_the_name_of_a_measure_is_not_interpreted_either(run, unequal):
+    for file in unequal.glob("evaluations/**/outputs.jsonl"):
+        file.write_text(file.read_text().replace('"exact": 1', r'"\u001b[31mred": 0.5'))
+    code, out, err = run("show", unequal)
+    assert code == 0, err
+    assert "base ✗ �[31mred 0.5" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_score_too_large_for_a_float_is_none(run, unequal, digits):
+    file = next(unequal.glob("evaluations/mine/adapted*/outputs.jsonl"))
+    file.write_text(file.read_text().replace('"exact": 0', f'"exact": 1{"0" * digits}'))
+    code, out, err = run("show", unequal)
+    assert code == 0, err
+    assert "base 3 of 4 (75%) right, adapted 1 of 1 (100%) right" in out
 
 
 def test_filters(run, folder):

@@ -141,7 +141,7 @@ class Judgement:
         """Return how many answers of each model are right, and how many changed."""
         parts = [counted(len(self.rows), "question")]
         if self.judged:
-            parts += [f"{model} {_share(self._count(model), len(self.rows))} right" for model in self.models]
+            parts += [self._share(model) for model in self.models]
         if self.judged and len(self.models) == 2:
             base, last = self.models
             up, down = (
@@ -151,19 +151,19 @@ class Judgement:
             parts.append(f"{up:,} wrong → right, {down:,} right → wrong")
         return ", ".join(parts)
 
-    def _count(self, model: str) -> int:
-        return sum(self.is_right(row, model) is True for row in self.rows)
+    def _share(self, model: str) -> str:
+        """Return how many of a model's scored answers are right: the models may have answered different questions."""
+        verdicts = [verdict for row in self.rows if (verdict := self.is_right(row, model)) is not None]
+        if not verdicts:
+            return f"{model} without scores"
+        return f"{model} {sum(verdicts):,} of {len(verdicts):,} ({sum(verdicts) / len(verdicts):.0%}) right"
 
     def heading(self, row: Row, model: str) -> Text:
         """Return the name of a model with the mark of its answer."""
         verdict, score = self.is_right(row, model), self.score(row[model])
         mark, style = ("", "bold") if verdict is None else (" ✓", "bold green") if verdict else (" ✗", "bold red")
         number = "" if score is None or score in (0, 1) else f" {self.measure} {score:.3g}"
-        return Text(f"{model}{mark}{number}", style)
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count:,} ({count / total:.0%})"
+        return literal(f"{model}{mark}{number}", style)
 
 
 def _print(screen: Console, row: Row, place: str, judge: Judgement) -> None:
@@ -209,7 +209,7 @@ def paged() -> Iterator[Console]:
     environment = {**os.environ, "LESS": os.environ.get("LESS", "-FRX")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, encoding="utf-8", errors="replace")
     assert process.stdin is not None
-    screen = Console(file=process.stdin, force_terminal=True, width=console().width)
+    screen = _ToPager(file=process.stdin, force_terminal=True, width=console().width)
     try:
         with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
             yield screen
@@ -217,6 +217,14 @@ def paged() -> Iterator[Console]:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         _until_closed(process.wait)
+
+
+class _ToPager(Console):
+    """A console that lets its user handle a closed pager; rich ends the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error instead of ending the process."""
+        raise BrokenPipeError
 
 
 def _until_closed(wait: Callable[[], int]) -> None:
