@@ -170,3 +170,32 @@ def test_another_task_on_the_command_line_drops_the_settings_of_the_file_s_task(
     run = settings.read("laptop", [f"task={file}"])
     assert run.task_options == {}
     assert settings.read("laptop").task_options
+
+
+def test_every_row_is_evaluated_of_data_that_was_not_trained_on(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = tiny.saved_llama(tmp_path / "base")
+    run = settings.check(
+        {"model": str(base), "task": file, "output": "run", "steps": 1, "batch_size": 2, "device": "cpu"}
+    )
+    train(run)
+    other, one = written(tmp_path / "other.jsonl", sums(60, start=50)), written(tmp_path / "one.jsonl", sums(1))
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_bytes((tmp_path / "sums.jsonl").read_bytes())
+    held_out = len(tasks.get(file).test_examples())
+    cases = [
+        ("run", None, {}, held_out, "50 rows, the others"), ("run", str(renamed), {}, held_out, "50 rows"),
+        ("run/adapter", file, {}, held_out, "50 rows"), ("run", other, {}, 10, "10 rows"),
+        (str(base), other, {}, 10, "10 rows"), (str(base), one, {}, 1, "1 row"),
+        (str(base), file, {"test_share": 0.3}, len(tasks.get(file, test_share=0.3).test_examples()), "50 rows"),
+        (str(base), file, {"test": other}, 10, "10 rows"),
+    ]  # fmt: skip
+    for target, task, options, count, rows in cases:
+        lines = []
+        request = Request(task, options={"max_new_tokens": 1, **options}, with_base=False, generate=False)
+        (summary,) = evaluate_target(target, request, notify=lines.append, device="cpu").values()
+        assert summary["examples"] == count, (target, task)
+        assert lines == [lines[0]]
+        assert lines[0].startswith(f"evaluating {count} of {rows}")
+    with pytest.raises(NALoRAError, match=r"test=.*sums.jsonl makes every row a test row"):
+        tasks.get(file, test_share=1)

@@ -81,7 +81,9 @@ def train(
 def evaluate(
     target: Target,
     model: BaseModel = None,
-    task: Annotated[str | None, typer.Option(help="Name, or FILE.py[:NAME] (default: the task of the run).")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Name, data file (.jsonl, …), or FILE.py[:NAME] (default: the run's task).")
+    ] = None,
     data_dir: DataDir = None,
     option: Annotated[
         list[str] | None,
@@ -124,7 +126,14 @@ def evaluate(
     )  # fmt: skip
     screen = console()
     with bars(screen) as report:
-        summaries = evaluate_target(target, request, output=output, device=device, report=report)
+        summaries = evaluate_target(
+            target,
+            request,
+            output=output,
+            device=device,
+            report=report,
+            notify=lambda line: screen.print(line, highlight=False),
+        )
     print_summaries(screen, summaries)
     if {"base", "adapted"} <= summaries.keys():
         for sentence in compared(summaries["base"], summaries["adapted"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nalora.runs.saved_run import FinishedRun, refuse_unless_own
 from nalora.runs.targets import Target
 from nalora.runs.writable import refuse_unwritable
 from nalora.tasks import Example, Task
+from nalora.tasks.own_data import OwnData
 
 __all__ = ["Request", "evaluate_target"]
 
@@ -32,8 +33,11 @@ def evaluate_target(
     output: Path | None = None,
     device: str | None = None,
     report: Report = lambda *progress: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> dict[str, dict[str, Any]]:
     """Return summaries with their folders: ``base`` and ``adapted`` of a run or an adapter, ``model`` of a model.
+
+    `notify` gets a line with the number of rows of own data that are evaluated.
 
     Raises:
         NALoRAError: no such run, adapter, model or task, an unfinished run, or test questions on which the run was
@@ -48,6 +52,8 @@ def evaluate_target(
     else:
         questions, place = _questions(target, request, output)
     task = questions.task
+    if isinstance(task, OwnData) and request.split == "test":
+        notify(task.evaluated(request.limit))
     models = targets.load(
         target, kind=kind_of(task, target.spec), with_base=request.with_base, prepare=task.prepare_model
     )
@@ -64,12 +70,14 @@ def _no_task(path: Path) -> NALoRAError:
     """Return the error for a target that is no run and has no task: a mistyped folder, an adapter, or a model."""
     if is_adapter(path) or (len(path.parts) == 1 and not path.is_dir()) or (path / "config.json").is_file():
         found = f"{'an adapter' if is_adapter(path) else 'a model'} without a task"
-        return NALoRAError(str(path), found=found, expected="--task NAME", fix="see `nalora tasks`")
+        return NALoRAError(
+            str(path), found=found, expected="--task NAME or --task FILE.jsonl", fix="see `nalora tasks`"
+        )
     runs = [file.parent.name for file in path.parent.glob("*/run.yaml")]
     return NALoRAError(
         str(path),
         found="no run in that folder" if path.is_dir() else "no run there: no such folder",
-        expected="a folder that `nalora train` wrote, or an adapter or a model with --task NAME",
+        expected="a folder that `nalora train` wrote, or an adapter or a model with --task NAME or FILE.jsonl",
         fix=did_you_mean(path.name, runs, "check the path; for a model add --task (see `nalora tasks`)"),
     )
 
@@ -84,7 +92,8 @@ def _questions(target: Target, request: Request, output: Path | None) -> tuple[Q
     else:
         place = output / name if target.trained else output / name / "model"
     refuse_unwritable(place)
-    task = _task(request.task, request.data_dir, options, place)
+    every_row = not _trained_on(request.task, target.trained or Path(target.name))
+    task = _task(request.task, request.data_dir, options, place, every_row=every_row)
     style = request.style or ("auto" if tasks.is_own_data(request.task) else "plain")
     return Questions(task, task.test_examples(), style, options, request.data_dir), place
 
@@ -99,7 +108,8 @@ def _questions_of_run(finished: FinishedRun, request: Request, output: Path | No
     options = _checked_options(name, {**(run.task_options if own else {}), **(request.options or {})})
     place = (output or finished.folder.evaluations) / tasks.name_of(name)
     data_dir = request.data_dir or (settings.data_dir if own else None)
-    task = _task(name, data_dir, options, place)
+    every_row = not own and not _trained_on(name, finished.trained)
+    task = _task(name, data_dir, options, place, every_row=every_row)
     if own and (request.options or request.data_dir):
         task.refuse_training_examples(tasks.get(name, data_dir=settings.data_dir, **run.task_options))
     style = request.style or settings.prompt_style
@@ -127,11 +137,19 @@ def _checked_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return without_removed(options)
 
 
-def _task(name: str, data_dir: str | None, options: dict[str, Any], place: Path) -> Task:
+def _trained_on(name: str, trained: Path) -> bool:
+    """Return whether the adapter or the model in a run's folder was trained on this data, whatever its name is now."""
+    folders = trained.absolute().parents[:2] if tasks.is_own_data(name) else ()
+    records = [RunFolder(folder).data_record() for folder in folders]
+    content = {*tasks.contents(name, {})["task"].values()} if any(records) else set()
+    return any(not content.isdisjoint(record.get("task", {}).values()) for record in records)
+
+
+def _task(name: str, data_dir: str | None, options: dict[str, Any], place: Path, *, every_row: bool) -> Task:
     """Return the task; a judge's answers are kept in the evaluation's folder unless an option names another file."""
     if "judgements" in tasks.option_types(name) and not options.get("judgements"):
         options = {**options, "judgements": str(place / "judgements.jsonl")}
-    return tasks.get(name, data_dir=data_dir, **options)
+    return tasks.get(name, data_dir=data_dir, every_row=every_row, **options)
 
 
 def _evaluate(

@@ -77,7 +77,7 @@ class RunFolder:
         new = "a new folder for this run"
         if resume and not self.settings.is_file():
             return "no run", "one to resume", "leave --resume out to start it"
-        before, now = (self._data_record(), data_record.record_of(settings)) if resume else ({}, {})
+        before, now = (self.data_record(), data_record.record_of(settings)) if resume else ({}, {})
         if edited := data_record.changes(before, now):
             found = f"a run that was started on other data: {', '.join(edited)}"
             return found, "the data it was started on", "restore it, or give another output= to train on the new data"
@@ -130,7 +130,7 @@ class RunFolder:
 
         atomic.write(self.settings, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
-    def _data_record(self) -> data_record.Record:
+    def data_record(self) -> data_record.Record:
         """Return the content of the data that the run was started on; empty if nothing is recorded."""
         recorded = (read_json(self.path / "environment.json") or {}).get(_DATA)
         return recorded if isinstance(recorded, dict) else {}

@@ -21,7 +21,7 @@ __all__ = ["Answer", "Example", "Scores", "Task", "TrainingInputs", "get", "name
 
 
 # Parameters of a task's class that `get` fills in and that are no settings.
-_COMMON = ("name", "source", "data_dir", "report")
+_COMMON = ("name", "source", "data_dir", "every_row", "report")
 
 
 @functools.cache
@@ -64,13 +64,19 @@ def resolve(name: str) -> tuple[str, type[Task]]:
 
 
 def get(
-    name: str, *, data_dir: str | Path | None = None, report: Report = lambda *progress: None, **options: Any
+    name: str,
+    *,
+    data_dir: str | Path | None = None,
+    every_row: bool = False,
+    report: Report = lambda *progress: None,
+    **options: Any,
 ) -> Task:
     """Return the task of that name.
 
     Args:
         name: as in `resolve`.
         data_dir: a folder with the data set's files, in place of the hub.
+        every_row: of own data, take every row as a test row unless an option or the files say otherwise.
         report: gets (what is done, how much of it, of how much) while large files are read.
         options: settings of the task, such as the training set.
 
@@ -87,7 +93,9 @@ def get(
             fix=did_you_mean(option, known, "leave it out"),
         )
     parameters = inspect.signature(task).parameters
-    common: dict[str, Any] = {"name": own_name, "source": name, "data_dir": data_dir, "report": report}
+    common: dict[str, Any] = {
+        "name": own_name, "source": name, "data_dir": data_dir, "every_row": every_row, "report": report
+    }  # fmt: skip
     common = {key: value for key, value in common.items() if key in parameters}
     made = task(**common, **options)
     made.name = own_name  # a subclass may have a parent that sets another

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nalora.errors import NALoRAError, missing_path, require, unknown_name, wrong_value
+from nalora.errors import NALoRAError, counted, missing_path, require, unknown_name, wrong_value
 from nalora.files import python_files
 from nalora.tasks.data_files import HUB
 from nalora.tasks.data_formats import Reader
@@ -48,6 +48,8 @@ class OwnData(Task):
         judgements: a JSON-lines file that records the judge's answers, so that a repeated run requests none twice.
         system: a system message for rows that have none.
         max_new_tokens: the longest answer in tokens.
+        every_row: whether every row is a test row where none is held out by a setting or a split, for an evaluation of
+            what was not trained on this data; not a setting.
         report: for a progress bar while the files are read; not a setting.
 
     Raises:
@@ -76,15 +78,22 @@ class OwnData(Task):
         judgements: str | Path | None = None,
         system: str = "",
         max_new_tokens: int = 256,
+        every_row: bool = False,
         report: Report = lambda *progress: None,
     ) -> None:
         test_share = None if test_share is None else float(test_share)
-        require(test_share is None or 0 < test_share < 1, "test_share", test_share, "a number between 0 and 1")
+        require(
+            test_share is None or 0 < test_share < 1,
+            "test_share",
+            test_share,
+            "a number between 0 and 1",
+            f"choose one; test={source} makes every row a test row, to evaluate and not to train on",
+        )
         require(test_share is None or test is None, "test_share", test_share, "none with test", "remove one of them")
         self.name, self.max_new_tokens = Path(source).name, max_new_tokens
         self._reading: dict[str, Any] = {"format": format, "columns": columns, "report": report}
         self._train = ExampleRows(checked_rows(source, "train", **self._reading), "train", system)
-        self._test = self._test_data(source, test, test_share)
+        self._test = self._test_data(source, test, test_share, every_row)
         self._score_file = score
         self.judge = Judge.of_settings(judge_model, judge_url, judge_tokens, judge_timeout, judgements)
         self._measures = self._own_measure(score) if score else self._chosen(measure, pattern)
@@ -106,6 +115,13 @@ class OwnData(Task):
     def test_examples(self) -> ExampleRows:
         """Return the rows of the test data, or those that were held out, in file order."""
         return self._test
+
+    def evaluated(self, limit: int | None = None) -> str:
+        """Return how many rows an evaluation covers, of how many rows in the files of the test set."""
+        rows = len(self._test.checked.rows)
+        count = len(self._test) if limit is None else min(limit, len(self._test))
+        held_out = ", the others are for training" if len(self._test) < rows else ""
+        return f"evaluating {count:,} of {counted(rows, 'row')}{held_out}"
 
     def training_set(self) -> ExampleRows:
         """Return `train_examples` without rows whose question is in the test set."""
@@ -166,12 +182,14 @@ class OwnData(Task):
         """Compare the output with the expected answer by every measure."""
         return {name: measure(example, outputs[0]) for name, measure in self._measures.items()}
 
-    def _test_data(self, source: str, test: str | None, share: float | None) -> ExampleRows:
+    def _test_data(self, source: str, test: str | None, share: float | None, every_row: bool) -> ExampleRows:
         if test is not None:
             return self._opened_test(test)
         if share is None and (source.startswith(HUB) or Path(source).is_dir()):
             with contextlib.suppress(NoSplitError):
                 return self._opened_test(source)
+        if share is None and every_row:
+            return self._train
         share = min(_TEST_SHARE, _MOST_TEST_ROWS / len(self._train)) if share is None else share
         self._train, held_out = self._train.separate(share)
         return held_out
