@@ -168,18 +168,35 @@ def test_an_environment_without_nalora_is_reported(tmp_path):
     assert "No module named 'nalora'" in detail
 
 
-def test_looking_for_the_trainer_does_not_change_or_lose_it(tmp_path):
-    """Programs ask for the specification of a module to know whether it is installed."""
+@pytest.fixture
+def stand_in(tmp_path):
+    """The PYTHONPATH of a package transformers with nothing but a Trainer, which is imported at once."""
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "trainer.py").write_text("class Trainer:\n    def train(self):\n        'Train.'\n")
+    return os.pathsep.join([str(tmp_path), VARIABLES["PYTHONPATH"]])
+
+
+def test_looking_for_the_trainer_does_not_change_or_lose_it(tmp_path, stand_in):
+    """Programs ask for the specification of a module to know whether it is installed."""
     code = (
         "import importlib.util, inspect\nassert importlib.util.find_spec('transformers.trainer')\n"
         "from transformers.trainer import Trainer\n"
         "print(Trainer.train.__doc__, 'Train.' in inspect.getsource(Trainer.train))"
     )
-    path = os.pathsep.join([str(tmp_path), VARIABLES["PYTHONPATH"]])
-    done, events = start(tmp_path, sys.executable, "-c", code, PYTHONPATH=path)
+    done, events = start(tmp_path, sys.executable, "-c", code, PYTHONPATH=stand_in)
     assert done.stdout == "Train. True\n", done.stderr
     assert launched.IMPORTED in events
+
+
+def test_a_program_may_remove_the_variables_of_nalora(tmp_path, stand_in):
+    code = (
+        "import os\nfor name in [*os.environ]:\n    if name.startswith('NALORA_'):\n        del os.environ[name]\n"
+        "from transformers.trainer import Trainer\n"
+        "trainer = Trainer()\ntrainer.model = trainer.nalora_controller = 1\n"
+        "trainer.is_world_process_zero = lambda: True\ntrainer.train()"
+    )
+    done, events = start(tmp_path, sys.executable, "-c", code, PYTHONPATH=stand_in)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert events[launched.ATTACHED] == ["Trainer"]

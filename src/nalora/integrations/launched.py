@@ -33,6 +33,7 @@ ATTACHED = "attached"
 
 _TRAINER_MODULE = "transformers.trainer"
 _attached: list[Any] = []  # the controller of this process
+_launch: dict[str, Any] = {}  # the value of VARIABLE at the start: a program may remove it from its environment
 
 
 def environment(settings: Mapping[str, Any], report: Path, current: Mapping[str, str]) -> dict[str, str]:
@@ -54,6 +55,7 @@ def events(report: Path) -> dict[str, list[str]]:
 
 def install() -> None:
     """Change the class Trainer of transformers, now or when it is imported."""
+    _launch.update(json.loads(os.environ[VARIABLE]))
     _record(STARTED)
     if _TRAINER_MODULE in sys.modules:
         _change(sys.modules[_TRAINER_MODULE])
@@ -130,7 +132,7 @@ def _attach(trainer: Any) -> None:
     from nalora.integrations.trainer import attach_with_plan
 
     try:
-        controller = attach_with_plan(trainer, json.loads(os.environ[VARIABLE])["settings"])
+        controller = attach_with_plan(trainer, _launch["settings"])
     except NALoRAError as error:
         _record(REFUSED, str(error))
         # Training must not go on as plain LoRA. Programs that catch every Exception do not catch this.
@@ -146,8 +148,5 @@ def _print(trainer: Any, message: str) -> None:
 
 def _record(event: str, detail: str = "") -> None:
     # Not on another machine that the command starts processes on: it does not have the launcher's file.
-    with (
-        contextlib.suppress(OSError),
-        open(json.loads(os.environ[VARIABLE])["report"], "a", encoding="utf-8") as report,
-    ):
+    with contextlib.suppress(OSError), open(_launch["report"], "a", encoding="utf-8") as report:
         report.write(json.dumps({"event": event, "detail": detail}) + "\n")
