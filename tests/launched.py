@@ -150,8 +150,8 @@ def train(folder: Path, base: str, name: str, *, sharded: bool = False, resume: 
         case |= {"save_every": 4}
     load, make, made = loading.load, running.make_trainer, []
 
-    def loaded(spec):
-        found = load(spec)
+    def loaded(spec, *processor):
+        found = load(spec, *processor)
         if float64:
             found.model.double()
         return found

@@ -125,7 +125,10 @@ def test_the_first_signal_starts_nothing_new_and_handlers_are_put_back(tmp_path)
     assert len(conduct(dummies.study(), tmp_path, Instantly()).results) == 10
 
 
-def test_a_second_signal_does_not_wait():
+def test_a_second_signal_does_not_wait(request):
+    # Under nohup the tests ignore SIGHUP, as a study would.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGHUP)
         assert signals.received == signal.SIGHUP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from nalora.cli.screen import (
     printable,
 )
 from nalora.errors import NALoRAError, counted, did_you_mean, reason
+from nalora.files import atomic
 
 if TYPE_CHECKING:
     from nalora.evaluation.conversation import Conversation
@@ -189,7 +189,7 @@ class Session:
             self._note("Nothing to save yet." if name else "/save needs the name of a new file.")
             return
         rows = [{"messages": talk.messages, **({"model": label} if label else {})} for label, talk in talks.items()]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(atomic.json_text(row) + "\n" for row in rows)
         try:
             with Path(name).expanduser().open("x", encoding="utf-8", errors="replace") as file:
                 file.write(text)

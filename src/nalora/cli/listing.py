@@ -79,7 +79,10 @@ def tasks() -> None:
     for name, title, measures in tasks.described():
         rows.add_row(name, title, measures)
     console().print(rows)
-    console().print("You can write your own task as a Python file: docs/extending.md.", highlight=False)
+    console().print(
+        "A data file of yours is a task (task=questions.jsonl), and so is a Python file (docs/extending.md).",
+        highlight=False,
+    )
     rows = table("unreliable", "reason", "measures")
     for family, fault in gym.untrusted().items():
         rows.add_row(f"gym/{family}", fault.reason, "all" if fault.measure == "accuracy" else fault.measure)

@@ -39,7 +39,10 @@ def report(
     trust: Trust = False,
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Write one HTML file with the results of runs, or of a study; it works without a network."""
+    """Write one HTML file with the results of runs, or of a study; it works without a network.
+
+    nalora report runs/lora runs/na-lora --open
+    """
     hush_libraries()
     screen = console()
     if len(runs) == 1 and _is_study(runs[0]):

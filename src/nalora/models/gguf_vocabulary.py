@@ -99,7 +99,7 @@ def _byte_level(described: dict[str, Any]) -> Vocabulary:
     pre = _pre_tokenizer(described)
     _check(
         pre is not None,
-        f"a pre-tokenizer that it has no name for: {shortened(json.dumps(described['pre_tokenizer']), 300)}",
+        f"a pre-tokenizer that it has no name for: {shortened(described['pre_tokenizer'], 300)}",
         "that of GPT-2, SmolLM, Llama 3, Qwen 2 or Qwen 3.5",
     )
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in described["model"]["merges"]]
@@ -171,7 +171,7 @@ def _space_prefix(described: dict[str, Any]) -> tuple[bool, list[str]]:
         scheme = pre["prepend_scheme"]
         where = {"always": "before texts that begin with one", "first": "also after special tokens"}
         return scheme != "never", [f"in llama.cpp a space is put {where[scheme]}"] if scheme in where else []
-    found = shortened(json.dumps({"normalizer": normalizer, "pre_tokenizer": pre}), 300)
+    found = shortened({"normalizer": normalizer, "pre_tokenizer": pre}, 300)
     _check(False, f"a pre-tokenizer that it has no name for: {found}", "that of Llama 2 or Gemma")
     raise AssertionError
 

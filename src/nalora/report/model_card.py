@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ class Card:
                 "answer = model.create_chat_completion(messages, max_tokens=64)",
                 'print(answer["choices"][0]["message"]["content"])',
             ]
-        return ["from llama_cpp import Llama", "", f"model = Llama({json.dumps(self.file)}, n_ctx=2048)", *ask]
+        return ["from llama_cpp import Llama", "", f"model = Llama({self.file!r}, n_ctx=2048)", *ask]
 
     def _programs(self) -> list[str]:
         file = shlex.quote(self.file)
@@ -115,7 +114,7 @@ class Card:
         if self.form != "merged":
             imports.insert(0, "from peft import PeftModel")
             load = [
-                f"base = {auto}.from_pretrained({json.dumps(self.base)})",
+                f"base = {auto}.from_pretrained({self.base!r})",
                 'model = PeftModel.from_pretrained(base, ".")  # this folder',
             ]
         ask = ['inputs = tokenizer("Hello", return_tensors="pt")']
