@@ -34,6 +34,14 @@ ADAPTERS = {
     "embedding": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
     "output": lambda: peft.LoraConfig(r=4, target_modules=["lm_head"]),
     "modules to save": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
+    "saved output": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "saved embedding": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+    "saved and adapted": lambda: peft.LoraConfig(r=4, target_modules=["lm_head"], modules_to_save=["embed_tokens"]),
+    "saved ends": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "saved and tied": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    "tokens": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[72, 101]),
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "down_proj"]),
     "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj"]),
@@ -44,7 +52,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_equals_unmerged(name, tied, tokenizer, tmp_path):
-    if tied and name not in ("lora", "embedding", "output"):
+    if tied and name in ("rslora", "dora", "modules to save", "loha", "ia3", "oft"):
         pytest.skip("the embedding is not adapted")
     base = model_for("llama", 448, tie_word_embeddings=tied)
     plain = answer(base, tokenizer)
@@ -59,7 +67,7 @@ def test_merged_equals_unmerged(name, tied, tokenizer, tmp_path):
     merged.save_pretrained(tmp_path)
     read = type(merged).from_pretrained(tmp_path)
     assert compare(before, answer(read, tokenizer), torch.float32).holds
-    assert read.config.tie_word_embeddings == (tied and name == "lora")
+    assert read.config.tie_word_embeddings == (tied and name in ("lora", "saved and tied", "tokens"))
 
 
 def test_a_layer_is_rounded_once():

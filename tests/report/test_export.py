@@ -187,6 +187,35 @@ def test_a_model_without_an_adapter(base, tmp_path):
     assert [file.name for file in made.folder.glob("*.gguf")] == ["out-q8_0.gguf"]
 
 
+def adapter_of(base: Path, folder: Path, **options) -> targets.Target:
+    """The target of a new LoRA adapter with these options, all of its parameters away from zero."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | options),
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return targets.resolve(str(folder), model=str(base), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_output_layer_trained_beside_a_tied_embedding_is_written(tmp_path):
+    model_for("llama", 448, intermediate_size=128, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    byte_level("llama-bpe", bos=True).save_pretrained(tmp_path / "tied")
+    target = adapter_of(tmp_path / "tied", tmp_path / "adapter", modules_to_save=["lm_head"])
+    trained = targets.load(target).trained.model.base_model.model.lm_head.modules_to_save["default"].weight
+    for form in ("merged", "gguf"):
+        folder = export(target, form, tmp_path / form, precision="f32").folder
+        file = {"gguf_file": "gguf-f32.gguf"} if form == "gguf" else {}
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder, **file)
+        assert torch.equal(read.lm_head.weight, trained)
+        assert not torch.equal(read.model.embed_tokens.weight, trained)
+        assert not read.config.tie_word_embeddings
+
+
 def test_a_base_in_4_bits_is_dequantised_and_8_bits_are_refused(base, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     spec = loading.ModelSpec(str(base), quantise="4bit", device="cpu", dtype="float32")

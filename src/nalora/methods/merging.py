@@ -112,7 +112,7 @@ def merge(
     """Return the base model with a PEFT model's adapter merged into its weights, in `dtype`.
 
     Each layer is merged in float32 and rounded once. PEFT adds the rounded update to the rounded weight otherwise. The
-    embedding and the output layer stop sharing their weights if only one of them is adapted.
+    embedding and the output layer stop sharing their weights if one of them is adapted or trained as a whole.
 
     Raises:
         NALoRAError: a tuner that changes more than weights, so that it cannot be merged.
@@ -140,6 +140,7 @@ def merge(
             weight.data = weight.data.to(dtype)
         report("layers", done, len(layers))
     merged: nn.Module = wrapped.unload()
+    _say_untied(merged)
     return merged.to(dtype).eval()
 
 
@@ -173,7 +174,18 @@ def _untie_adapted(model: nn.Module) -> None:
         return
     if any(isinstance(end, BaseTunerLayer) for end in ends):
         inner[1].weight = nn.Parameter(inner[1].weight.detach().clone(), requires_grad=False)
-        for config in (base.get_base_model().config, base.get_base_model().config.get_text_config()):
+
+
+def _say_untied(model: nn.Module) -> None:
+    """Let the configuration say that the embedding and the output layer have weights of their own, if they have.
+
+    An adapter unties them, and so does PEFT's `modules_to_save`, which trains a copy of one of them. A configuration
+    that still ties them would make `from_pretrained` ignore the weights of the output layer.
+    """
+    base: Any = model
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if all(end is not None for end in ends) and ends[0].weight is not ends[1].weight:
+        for config in (base.config, base.config.get_text_config()):
             config.tie_word_embeddings = False
 
 
