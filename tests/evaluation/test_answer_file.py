@@ -18,23 +18,27 @@ def row(number):
 
 @settings(max_examples=30, deadline=None)
 @given(cut=st.integers(0, 400), order=st.permutations(range(4)))
-def test_a_file_cut_anywhere_is_continued_to_the_same_file(tmp_path_factory, cut, order):
+def test_a_file_cut_after_its_first_row_is_continued_to_the_same_file(tmp_path_factory, cut, order):
     whole, part = (tmp_path_factory.mktemp("answers") / name for name in ("whole.jsonl", "part.jsonl"))
     for path in (whole, part):
-        AnswerFile(path, "key").add(map(row, order))
-    AnswerFile(whole, "key").sort()
+        with AnswerFile(path, "key") as file:
+            file.add(map(row, order))
+    with AnswerFile(whole, "key") as file:
+        file.sort()
     assert [json.loads(line)["row"] for line in whole.read_bytes().splitlines()] == [0, 1, 2, 3]
-    part.write_bytes(part.read_bytes()[:cut])
-    file = AnswerFile(part, "key")
-    assert file.done <= {0, 1, 2, 3}
-    file.add(row(number) for number in range(4) if number not in file.done)
-    file.sort()
+    content = part.read_bytes()
+    first = content.index(b"\n") + 1
+    part.write_bytes(content[: first + cut] if cut else b"")
+    with AnswerFile(part, "key") as file:
+        assert file.done <= {0, 1, 2, 3}
+        file.add(row(number) for number in range(4) if number not in file.done)
+        file.sort()
     assert part.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"mine\n", b'{"row": 1}\n', b"mine", b'{"key": "other", "row": 0, "output": ""}\n', b'{"key": "ot', b"\n"],
+    [b"mine\n", b'{"row": 1}\n', b"mine", b"m", b'{"key": "other", "row": 0, "output": ""}\n', b'{"key": "ot', b"\n"],
 )
 def test_other_files_are_refused_and_unchanged(tmp_path, content):
     path = tmp_path / "file.jsonl"
@@ -43,12 +47,37 @@ def test_other_files_are_refused_and_unchanged(tmp_path, content):
         AnswerFile(path, "key")
     assert path.read_bytes() == content
     ours = tmp_path / "ours.jsonl"
-    AnswerFile(ours, "key").add([row(0)])
+    with AnswerFile(ours, "key") as file:
+        file.add([row(0)])
     with ours.open("ab") as file:
         file.write(content)
     with pytest.raises(nalora.NALoRAError):
         AnswerFile(ours, "key")
     assert ours.read_bytes().endswith(content)
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"key', b'{"key": "key"', b'{"key": "key", "row": 0, "output": ""}'])
+def test_the_beginning_of_a_row_may_be_anybody_s(tmp_path, content):
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(content)
+    for call in (lambda: refuse_foreign(path), lambda: AnswerFile(path, "key")):
+        with pytest.raises(nalora.NALoRAError, match="did not write"):
+            call()
+    assert path.read_bytes() == content
+
+
+def test_two_processes_do_not_write_the_same_file(tmp_path):
+    pytest.importorskip("fcntl")
+    path = tmp_path / "file.jsonl"
+    with AnswerFile(path, "key") as file:
+        for number in range(2):
+            for call in (lambda: refuse_foreign(path), lambda: AnswerFile(path, "key")):
+                with pytest.raises(nalora.NALoRAError, match="another process that is writing it"):
+                    call()
+            file.add([row(1 - number)])
+        file.sort()
+    with AnswerFile(path, "key") as file:
+        assert file.done == {0, 1}
 
 
 def test_links_and_folders_are_refused(tmp_path):

@@ -110,8 +110,6 @@ def generate(
         "prompts": [contents(file), split, chosen, system], "sampling": dataclasses.asdict(sampling),
         "max_tokens": max_tokens,
     }  # fmt: skip
-    answers = AnswerFile(output, key_of(setup))
-    known = len(answers.done)
     generator = AnswerGenerator(
         loaded.model,
         form.encoder,
@@ -120,13 +118,15 @@ def generate(
         batch_tokens=batch_tokens,
         sampling=sampling,
     )
-    try:
-        with bars(progress, transient=True) as report:
-            added = generate_file(generator, rows, answers, report)
-    except KeyboardInterrupt:
-        done = f"{len(answers.done):,} of {counted(len(rows), 'answer')}"
-        note(f"Stopped after {done}; the same command continues.", notes)
-        raise typer.Exit(INTERRUPTED) from None
+    with AnswerFile(output, key_of(setup)) as answers:
+        known = len(answers.done)
+        try:
+            with bars(progress, transient=True) as report:
+                added = generate_file(generator, rows, answers, report)
+        except KeyboardInterrupt:
+            done = f"{len(answers.done):,} of {counted(len(rows), 'answer')}"
+            note(f"Stopped after {done}; the same command continues.", notes)
+            raise typer.Exit(INTERRUPTED) from None
     note(f"{counted(added, 'answer')}{f', {known:,} were there already' if known else ''}: {output}", notes)
 
 

@@ -10,32 +10,41 @@ from typing import Any
 
 from nalora.errors import NALoRAError, wrong_kind
 from nalora.files import atomic
+from nalora.runs.lock import hold_file
 from nalora.runs.writable import refuse_unwritable
 
 _OPTION = "--output"
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise NALoRAError if the path is no new file and none that `nalora generate` began, before a model is loaded."""
+    """Raise NALoRAError if the path is no new file and none that `nalora generate` began, before a model is loaded.
+
+    A file that another process is writing is refused as well, and so is one without a complete row: the beginning of a
+    row, such as ``{``, may be anybody's.
+    """
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise wrong_kind(path, "file", "a new file, or one to continue", f"give another {_OPTION}")
     refuse_unwritable(path.absolute().parent)
     if path.is_file():
         with path.open("rb") as file:
             line = file.readline()
-        if line.endswith(b"\n") and _row(line) is None:
+        if line and not (line.endswith(b"\n") and _row(line)):
             raise _refusal(path, "a file that this command did not write")
+        _release(_hold(path))
 
 
 class AnswerFile:
     """Rows with the key of their setup (model, prompts, settings) and their number in the input, in any order.
+
+    The file belongs to one process at a time, from here to the end of a ``with`` block or to `close`.
 
     Args:
         path: of the file, new or from an earlier call.
         key: of the setup. A file whose rows have another key, or none, is never changed.
 
     Raises:
-        NALoRAError: a file of another setup or program, a symbolic link, or no folder to write into.
+        NALoRAError: a file of another setup or program, one that another process is writing, a symbolic link, or no
+            folder to write into.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -43,18 +52,38 @@ class AnswerFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.key = path, key
         self.done: set[int] = set()
+        self._held = _hold(path)
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write the file."""
+        _release(self._held)
+        self._held = None
+
+    def _read(self) -> None:
+        """Find the rows that are done, and remove one that a kill cut short."""
         complete = 0
-        # A row that a kill cut short begins like every other one.
-        beginning = atomic.json_text({"key": key})[:-1].encode()
+        # A row that was cut short begins like every other one.
+        beginning = atomic.json_text({"key": self.key})[:-1].encode()
         for line in self._lines():
             row = _row(line)
-            if not line.endswith(b"\n") and line[: len(beginning)] == beginning[: len(line)]:
-                with path.open("r+b") as file:
+            if complete and not line.endswith(b"\n") and line[: len(beginning)] == beginning[: len(line)]:
+                with self.path.open("r+b") as file:
                     file.truncate(complete)
                 break
-            if row is None or row["key"] != key:
+            if row is None or row["key"] != self.key:
                 others = "answers of another model, file or setting"
-                raise _refusal(path, others if row else "a file that this command did not write")
+                raise _refusal(self.path, others if row else "a file that this command did not write")
             complete += len(line)
             self.done.add(row["row"])
 
@@ -78,6 +107,23 @@ class AnswerFile:
         if self.path.is_file():
             with self.path.open("rb") as file:
                 yield from file
+
+
+def _hold(path: Path) -> int | None:
+    try:
+        return hold_file(path)
+    except BlockingIOError:
+        raise NALoRAError(
+            str(path),
+            found="another process that is writing it",
+            expected="one process at a time",
+            fix=f"wait until it ends, or give another {_OPTION}",
+        ) from None
+
+
+def _release(held: int | None) -> None:
+    if held is not None:
+        os.close(held)
 
 
 def _refusal(path: Path, found: str) -> NALoRAError:

@@ -187,6 +187,28 @@ def _exclusive(marker: Path) -> Iterator[bool]:
         yield exclusive
 
 
+def hold_file(path: Path) -> int | None:
+    """Create the file if it is new, and hold the kernel's lock on it until the descriptor returned is closed.
+
+    Return None on systems and file systems without such locks; raise BlockingIOError if another process holds it.
+    """
+    while fcntl is not None:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last owner may have replaced the file since it was opened.
+            if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise
+        except OSError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)
+    return None
+
+
 def _read(path: Path) -> Owner | None:
     """Return the owner that a lock file names; None without a file, or if it cannot be read."""
     content = read_json(path) or {}
