@@ -39,6 +39,42 @@ def test_nothing_attached_is_reported_and_no_success(run, place, code, expected,
     assert err.startswith(f"nalora: {message}")
 
 
+LOSE = """
+import json, os, pathlib, shutil, sys
+report = pathlib.Path(json.loads(os.environ["NALORA_LAUNCH"])["report"])
+DEED
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("report.open('a').write('{\"event\": \"atta')", "a line cannot be read"),
+        ("report.open('ab').write(b'\\xff\\n[1]\\n{}\\n')", "a line cannot be read"),
+        ("report.unlink()", "the file cannot be read (No such file or directory)"),
+        ("shutil.rmtree(report.parent)", "the file cannot be read (No such file or directory)"),
+    ],
+    ids=["incomplete line", "other lines", "deleted file", "deleted folder"],
+)
+def test_the_exit_code_survives_a_damaged_report(run, place, deed, message, code):
+    left, _, err = run("launch", "--", sys.executable, "-c", LOSE.replace("DEED", deed), code)
+    assert left == code
+    assert err == f"nalora: it is not known whether NA-LoRA was attached: in its report {message}\n"
+
+
+def test_an_incomplete_line_does_not_hide_that_it_was_attached(run, place):
+    deed = """report.open('a').write('{"event": "attached", "detail": "Trainer"}\\n{"ev')"""
+    assert run("launch", "--", sys.executable, "-c", LOSE.replace("DEED", deed), 0) == (0, "", "")
+
+
+def test_an_incomplete_line_does_not_hide_a_refusal(run, place):
+    """A program that goes on after it did not train with NA-LoRA is no success."""
+    deed = """report.open('a').write('{"event": "refused", "detail": ""}\\n{"ev')"""
+    assert run("launch", "--", sys.executable, "-c", LOSE.replace("DEED", deed), 0) == (launching.NOT_ATTACHED, "", "")
+
+
 @pytest.mark.parametrize("flag", ["-I", "-E"])
 def test_a_python_that_ignores_the_environment_is_reported(run, place, flag):
     code, _, err = run("launch", "--", sys.executable, flag, "-c", "")

@@ -58,12 +58,19 @@ def launch(
             expected="one `nalora launch`",
             fix="remove one of the two",
         )
-    with tempfile.TemporaryDirectory(prefix="nalora-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nalora-launch-", ignore_cleanup_errors=True) as folder:
         report = Path(folder) / "events.jsonl"
         report.touch()
         code = child_process.run(command, launched.environment(settings, report, os.environ))
         events = launched.events(report)
     if launched.ATTACHED in events:
+        raise typer.Exit(code)
+    unreadable = events.get(launched.UNREADABLE)
+    if unreadable and launched.REFUSED not in events:
+        print(
+            f"nalora: it is not known whether NA-LoRA was attached: in its report {'; '.join(unreadable)}",
+            file=sys.stderr,
+        )
         raise typer.Exit(code)
     if launched.REFUSED not in events:  # a refusal was printed where it happened
         why = (

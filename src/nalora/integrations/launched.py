@@ -30,6 +30,7 @@ IMPORTED = "imported"
 WITHOUT_LORA = "without LoRA"
 REFUSED = "refused"
 ATTACHED = "attached"
+UNREADABLE = "unreadable"
 
 _TRAINER_MODULE = "transformers.trainer"
 _attached: list[Any] = []  # the controller of this process
@@ -44,12 +45,23 @@ def environment(settings: Mapping[str, Any], report: Path, current: Mapping[str,
 
 
 def events(report: Path) -> dict[str, list[str]]:
-    """Return what the processes of a command reported: the details of every kind of event, without repetitions."""
+    """Return what the processes of a command reported: the details of every kind of event, without repetitions.
+
+    What cannot be read is an event too: a process may be killed while it writes, and a program can delete the file.
+    """
+    try:
+        lines = report.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return {UNREADABLE: [f"the file cannot be read ({error.strerror})"]}
     details: dict[str, list[str]] = {}
-    for line in report.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
-        if event["detail"] not in details.setdefault(event["event"], []):
-            details[event["event"]].append(event["detail"])
+    for line in lines:
+        try:
+            event = json.loads(line)
+            kind, detail = str(event["event"]), str(event["detail"])
+        except (ValueError, TypeError, KeyError):
+            kind, detail = UNREADABLE, "a line cannot be read"
+        if detail not in details.setdefault(kind, []):
+            details[kind].append(detail)
     return details
 
 
