@@ -216,6 +216,21 @@ def test_an_output_layer_trained_beside_a_tied_embedding_is_written(tmp_path):
         assert not read.config.tie_word_embeddings
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "named"), [({"lora_bias": True}, "lora_bias"), ({"layer_replication": [[0, 2], [1, 2]]}, "replication")]
+)
+def test_an_adapter_that_cannot_be_merged_is_refused_by_name(base, tmp_path, options, named):
+    target = adapter_of(base, tmp_path / "adapter", **options)
+    for form in ("merged", "gguf"):
+        with pytest.raises(nalora.NALoRAError, match=rf"cannot merge .*{named}.*export --to peft"):
+            export(target, form, tmp_path / form)
+    with pytest.raises(nalora.NALoRAError, match=rf"{named}|biases"):
+        export(target, "vllm", tmp_path / "vllm")
+    export(target, "peft", tmp_path / "peft")
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "peft"}
+
+
 def test_a_base_in_4_bits_is_dequantised_and_8_bits_are_refused(base, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     spec = loading.ModelSpec(str(base), quantise="4bit", device="cpu", dtype="float32")

@@ -115,7 +115,7 @@ def merge(
     embedding and the output layer stop sharing their weights if one of them is adapted or trained as a whole.
 
     Raises:
-        NALoRAError: a tuner that changes more than weights, so that it cannot be merged.
+        NALoRAError: an adapter that changes more than weights, so that it cannot be merged.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -124,6 +124,8 @@ def merge(
     name = str(getattr(config.peft_type, "value", config.peft_type))
     if getattr(config, "is_prompt_learning", False):
         raise _not_mergeable(name, "it adds tokens or prefixes, which are no weights of the model")
+    if getattr(config, "layer_replication", None):
+        raise _not_mergeable(name, "layer_replication: several layers with updates of their own share one weight")
     _untie_adapted(model)
     # A layer inside another one (of experts) is merged by that one.
     layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -134,7 +136,10 @@ def merge(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 layer.merge(safe_merge=True)
-        except (NotImplementedError, ValueError, AttributeError, TypeError) as error:
+        except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+            # PEFT raises a plain RuntimeError for lora_bias on a layer without a bias; torch raises those of its own.
+            if isinstance(error, RuntimeError) and "merge" not in str(error):
+                raise
             raise _not_mergeable(name, first_sentence(error)) from error
         for weight in weights:
             weight.data = weight.data.to(dtype)
