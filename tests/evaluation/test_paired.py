@@ -110,7 +110,10 @@ def test_few_questions_decide_only_what_an_exact_test_can():
     few = [0.5] * (FEWEST_QUESTIONS - 1)
     result = compared(few, [0.0] * len(few))
     assert result.verdict == "too few questions"
-    assert "decide nothing" in result.sentence("f1", "adapted", "base")
+    assert result.sentence("f1", "adapted", "base") == (
+        "f1: adapted − base +0.5, 95 % interval +0.5 … +0.5; adapted higher on 29 questions, lower on 0; not tested:"
+        " fewer than 30 questions."
+    )
     assert compared([1] * 6, [0] * 6).verdict == "better"
 
 

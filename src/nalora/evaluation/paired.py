@@ -87,7 +87,7 @@ class PairedComparison:
             return "the same score on every question"
         counts = f"higher on {counted(self.higher, 'question')}, lower on {self.lower:,}"
         if self.verdict == "too few questions":
-            return f"{counts}; fewer than {FEWEST_QUESTIONS} questions decide nothing"
+            return f"{counts}; not tested: fewer than {FEWEST_QUESTIONS} questions"
         return f"{counts}; {self.test}, p {self.short_p()}"
 
     def short_p(self) -> str:
@@ -101,10 +101,10 @@ class PairedComparison:
         name = {"better": f"{one} is better than {other}", "worse": f"{one} is worse than {other}"}.get(
             self.verdict, f"no significant difference between {one} and {other}"
         )
-        if self.verdict == "too few questions":
-            name = f"{one} and {other} are not compared"
         ends = f", 95 % interval {self.interval.low:+.4g} … {self.interval.high:+.4g}" if self.interval else ""
         size = f"{self.difference:+.4g}{ends}" if self.difference else "equal"
+        if self.verdict == "too few questions":
+            return f"{measure}: {one} − {other} {size}; {one} {self.evidence()}."
         return f"{measure}: {name} ({size}; {one} {self.evidence()})."
 
 
