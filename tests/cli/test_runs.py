@@ -6,14 +6,18 @@ import io
 import math
 import os
 import re
+import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import tiny
+import transformers
 import yaml
 from rich.console import Console
 
+import nalora.training.run as training
 from nalora.cli.runs import print_summaries
 from nalora.models import loading
 from nalora.runs.folder import RunFolder
@@ -232,3 +236,31 @@ def test_a_loss_that_is_not_finite_is_reported():
         print_summaries(screen, {"adapted": ruined | {"target_loss": {"value": value, "bootstrap": interval}}})
     print_summaries(screen, {"adapted": ruined | {"target_loss": {"value": 1.0, "bootstrap": [0.9, 1.1]}}})
     assert screen.file.getvalue().count("adapted: the loss is not finite") == 2
+
+
+def test_a_stopped_run_is_continued_by_the_command_that_is_printed(run, recipe, tmp_path, monkeypatch):
+    class CtrlC(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    make = training.make_trainer
+    folder = tmp_path / "my run"
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "make_trainer", lambda *a: (t := make(*a)).add_callback(CtrlC()) or t)
+        code, out, _ = run("train", recipe, f"output={folder}", "learning_rate=0.01")
+    assert code == 130
+    (command,) = re.findall(r"stopped after step 1; continue with: nalora (.+)", out)
+    again = ["train", recipe, f"output={folder}"]
+    export = ["export", folder, "--to", "merged", "--output", tmp_path / "out"]
+    for refused in (["evaluate", folder], export, again, [*again, "--resume"]):
+        code, _, err = run(*refused)
+        assert code == 2
+        assert f"nalora {command}" in err, refused
+    monkeypatch.chdir(tmp_path)
+    folder.rename("moved")
+    code, out, err = run(*shlex.split(command.replace(str(folder), "moved")))
+    assert code == 0, out + err
+    assert "Run folder: moved" in out
+    assert not folder.exists()
+    (tmp_path / "moved" / "run.yaml").write_text("method: theirs.py\nmodel: x\ntask: gsm8k\n")
+    assert "add --trust" in run("train", "moved", "--resume")[2]

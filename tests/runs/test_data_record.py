@@ -61,7 +61,7 @@ def test_files_that_moved_are_the_same_data(stopped, tmp_path):
 def test_other_settings_are_still_refused(stopped, tmp_path):
     with pytest.raises(NALoRAError, match=r"other settings: .*max_new_tokens"):
         train(check(stopped | {"max_new_tokens": 3}), resume=True)
-    with pytest.raises(NALoRAError, match=r"data: train\.jsonl is missing"):
+    with pytest.raises(NALoRAError, match=r"data: train\.jsonl is missing.* `nalora train .*run --resume --trust`"):
         train(check(stopped | {"task": written(tmp_path / "other" / "test.jsonl", 5)}), resume=True)
 
 
@@ -69,3 +69,11 @@ def test_a_run_without_a_record_is_not_refused():
     assert changes({}, {"task": {"a.jsonl": "1"}}) == []
     assert equal_in_content({}, {"task": {"a.jsonl": "1"}}) == set()
     assert equal_in_content({"task": {"a.jsonl": "1"}}, {"task": {"b.jsonl": "1"}}) == {"task"}
+
+
+def test_data_that_the_command_names_is_told_from_data_that_is_gone():
+    before = {"task": {"chat.jsonl": "1"}}
+    assert changes(before, {"task": {"sums.jsonl": "2"}}) == ["chat.jsonl, and not on sums.jsonl"]
+    assert changes(before, {"task": {"data/chat.jsonl": ""}}) == ["chat.jsonl is missing"]
+    assert equal_in_content({"task": {"hub:a/b": ""}}, {"task": {"hub:a/c": ""}}) == set()
+    assert changes({"task": {"hub:a/b": ""}}, {"task": {"hub:a/b": ""}}) == []

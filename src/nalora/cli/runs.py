@@ -30,8 +30,9 @@ def train(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN.yaml|NAME",
-            help="The run's YAML file, or the name of a recipe; `nalora recipes laptop` explains every setting.",
+            metavar="RUN.yaml|NAME|FOLDER",
+            help="The run's YAML file, the name of a recipe, or with --resume the run's folder; `nalora recipes laptop`"
+            " explains every setting.",
         ),
     ],
     settings: Annotated[
@@ -46,15 +47,22 @@ def train(
     measure: Annotated[
         bool, typer.Option("--measure", help="With --dry-run: also train four steps, to measure time and memory.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Train one run and save an ordinary PEFT adapter. Ctrl-C stops it, --resume continues it.
 
     `nalora train laptop --dry-run` shows what would be trained on, and what it would need.
     """
     hush_libraries()
+    from nalora.runs import packaged
+    from nalora.runs.folder import RunFolder
+    from nalora.runs.saved_run import started_run
     from nalora.runs.settings import read
 
-    described = read(run, settings or [])
+    if packaged.is_file(RunFolder(run).settings):
+        described = started_run(run, settings or [], trust=trust)
+    else:
+        described = read(run, settings or [])
     if dry_run or measure:
         preview(console(), described, resume=resume, measured=measure)
         return
@@ -68,7 +76,8 @@ def train(
     try:
         result = train_run(described, resume=resume, take_over=take_over, console=screen)
     except Interrupted as stopped:
-        screen.print(str(stopped), highlight=False)
+        resumed = RunFolder(described.settings.output or "runs/run").resume_command()
+        screen.print(f"{stopped}; continue with: {resumed}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     if not is_first_process():
         return

@@ -30,14 +30,16 @@ def changes(before: Record, now: Record) -> list[str]:
 
 
 def _differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    if len(before) == len(now) == 1 and [*before.values()] == [*now.values()]:  # renamed
+    if len(before) == len(now) == 1 and [*before.values()] == [*now.values()] != [""]:  # renamed
         return []
+    if any(now.values()) and before.keys().isdisjoint(now):  # the command names other data
+        return [f"{', '.join(sorted(before))}, and not on {', '.join(sorted(now))}"]
     clauses = []
     for name in sorted({*before, *now}):
         if name not in now:
             clauses.append(f"{name} is missing")
-        elif name not in before:
+        elif name not in before and now[name]:  # a file that is not there has no digest
             clauses.append(f"{name} is new")
-        elif before[name] != now[name]:
+        elif name in before and before[name] != now[name]:
             clauses.append(f"{name} was edited")
     return clauses

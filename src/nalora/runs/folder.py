@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,20 +81,28 @@ class RunFolder:
         before, now = (self.data_record(), data_record.record_of(settings)) if resume else ({}, {})
         if edited := data_record.changes(before, now):
             found = f"a run that was started on other data: {', '.join(edited)}"
-            return found, "the data it was started on", "restore it, or give another output= to train on the new data"
+            fix = f"restore it and run `{self.resume_command()}`, or give another output= to train on the new data"
+            return found, "the data it was started on", fix
         if resume and (changed := self._changed(settings, data_record.equal_in_content(before, now))):
             found = f"a run started with other settings: {'; '.join(changed)}"
-            return found, "the settings it was started with", "give those, or another output="
+            fix = f"`{self.resume_command()}` continues it with those; or give another output="
+            return found, "the settings it was started with", fix
         if resume:
             return None
         if self.result.is_file() and self.settings.is_file():
             return "a finished run", new, "give another output="
         if self.settings.is_file():
-            return "an unfinished run", new, "add --resume, or give another output="
+            return "an unfinished run", new, f"continue it with `{self.resume_command()}`, or give another output="
         if self.path.is_dir() and any(self.path.iterdir()) and not contents.is_barely_started(self.path):
             fix = "give another output=, or remove this folder yourself"
             return "files of a run whose run.yaml is missing", new, fix
         return None
+
+    def resume_command(self) -> str:
+        """Return the command that continues the run with its own settings."""
+        options = yaml_reader.read(self.settings, "a run's settings", "give another output=")
+        trust = " --trust" if consequences(options, self.path) else ""
+        return f"nalora train {shlex.quote(str(self.path))} --resume{trust}"
 
     def mark(self) -> marker.Made:
         """Create the folder and its marker if they are missing; call `refuse` first."""

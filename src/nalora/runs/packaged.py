@@ -39,11 +39,15 @@ def summary(file: Path) -> tuple[str, str]:
 def find(name: str | Path, named: Mapping[str, Path]) -> Path:
     """Return the path if it is a file, else the recipe or study of that name, else the path unchanged."""
     path = Path(name)
+    return path if is_file(path) else named.get(str(path), path)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether this is a file, whatever the user typed."""
     try:
-        is_file = path.is_file()
+        return path.is_file()
     except (OSError, ValueError):  # a name that is too long or has a NUL byte
-        is_file = False
-    return path if is_file else named.get(str(path), path)
+        return False
 
 
 def data_file(name: str, run_file: Path) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from nalora.errors import NALoRAError
 from nalora.files import python_files, yaml_reader
 from nalora.files.atomic import read_json
 from nalora.runs import contents
+from nalora.runs.conversion import key_values
 from nalora.runs.folder import RunFolder
 from nalora.runs.provenance import WORKING_DIRECTORY
-from nalora.runs.settings import Run, RunSettings, check
+from nalora.runs.settings import Run, RunSettings, check, read
 from nalora.runs.trust import CODE, refuse_untrusted
 
 # Settings that may be a path. A hub id, or the name of a method or a task, is not a file there and stays unchanged.
@@ -63,6 +64,21 @@ def read_run(folder: RunFolder, *, trust: bool = False, own: Mapping[str, Any] |
     if not trust:
         refuse_untrusted(options, folder.path, own)
     return check(_with_absolute_paths(options, folder.path), str(folder.settings))
+
+
+def started_run(path: Path, overrides: Sequence[str], *, trust: bool = False) -> Run:
+    """Return the run in a folder, to be trained on; ``key=value`` arguments replace its settings.
+
+    Raises:
+        NALoRAError: wrong settings, or settings that would run code without trust.
+    """
+    folder = RunFolder(path)
+    if not trust:
+        refuse_untrusted(yaml_reader.read(folder.settings, "a run's settings", "train it again"), path)
+    run = read(folder.settings, overrides)
+    # The folder may have been moved, or the command be typed elsewhere.
+    output = run.settings.output if "output" in key_values(overrides) else str(path)
+    return replace(run, settings=replace(run.settings, output=output))
 
 
 def _with_absolute_paths(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -122,8 +138,8 @@ def finished_run(path: str | Path, *, trust: bool = False, own: Mapping[str, Any
     run = read_run(folder, trust=trust, own=own)
     refuse_diverged(folder, run.settings)
     if not folder.result.is_file() or not folder.trained.is_dir():
-        resume = "nalora train … --resume"
-        raise NALoRAError(str(path), found="an unfinished run", expected="a finished one", fix=resume)
+        fix = f"continue it with `{folder.resume_command()}`"
+        raise NALoRAError(str(path), found="an unfinished run", expected="a finished one", fix=fix)
     return FinishedRun(folder, run, folder.trained)
 
 

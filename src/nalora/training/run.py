@@ -130,7 +130,7 @@ def _train_steps(
         stop.restore_handlers()
     diverged_step = watch.conclude()
     if diverged_step is None and stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise Interrupted(f"stopped after step {trainer.state.global_step}; continue with --resume")
+        raise Interrupted(f"stopped after step {trainer.state.global_step}")
     result = {
         "method": run.method.name,
         "model": settings.model,
