@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import tiny
@@ -10,7 +14,8 @@ import torch
 import transformers
 
 import nalora
-from nalora.models.loading import ModelSpec, load
+from nalora.models import loading
+from nalora.models.loading import ModelSpec, load, load_processor, load_skeleton, model_kind
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,60 @@ def test_a_path_that_does_not_exist_is_no_hub_id(name, tmp_path, monkeypatch):
 def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(nalora.NALoRAError, match=r"without config\.json"):
         load(ModelSpec(str(tmp_path), device="cpu"))
+
+
+def with_config(**values):
+    def change(folder):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def with_pickle(content):
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        if isinstance(content, bytes):
+            (folder / "pytorch_model.bin").write_bytes(content)
+        else:
+            torch.save(content, folder / "pytorch_model.bin")
+
+    return change
+
+
+DAMAGED = {
+    "pickle": (with_pickle({"path": Path()}), "a pickle that torch refuses"),
+    "no pickle": (with_pickle(b"junk"), "unpack requires"),
+    "vocabulary": (with_config(vocab_size=7), r"weights of other shapes than its config\.json describes"),
+    "type": (with_config(hidden_size="x"), "'hidden_size' expected int, got str"),
+    "zero": (with_config(num_attention_heads=0), "ZeroDivisionError"),
+    "activation": (with_config(hidden_act="nothing"), "KeyError: 'nothing'"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a": 3}'), "KeyError: 'added_tokens'"),
+    "list": (lambda folder: (folder / "config.json").write_text("[1]"), "Should have a `model_type` key"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_folder_is_one_sentence(folder, tmp_path, name):
+    damage, found = DAMAGED[name]
+    shutil.copytree(folder, tmp_path / "model")
+    damage(tmp_path / "model")
+    spec = ModelSpec(str(tmp_path / "model"), device="cpu")
+    with pytest.raises(nalora.NALoRAError, match=rf"{found}.*expected a causal model that transformers can load"):
+        load(spec)
+    for other in (load_skeleton, load_processor, model_kind):
+        with contextlib.suppress(nalora.NALoRAError):
+            other(spec)
+
+
+@pytest.mark.parametrize("raised", [TypeError("a mistake"), torch.OutOfMemoryError("no memory")])
+def test_an_error_that_is_no_fault_of_the_model_stays(folder, monkeypatch, raised):
+    code = "def processor(spec, source, extra):\n    raise error"
+    names = {"__name__": loading.__name__, "error": raised}
+    exec(code, names)
+    monkeypatch.setattr(loading, "_processor", names["processor"])
+    with pytest.raises(type(raised), match=str(raised)):
+        load(ModelSpec(folder, device="cpu"))
 
 
 def test_code_from_the_hub_runs_only_if_the_user_allows_it(folder, monkeypatch):

@@ -231,6 +231,15 @@ def test_an_adapter_that_cannot_be_merged_is_refused_by_name(base, tmp_path, opt
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "peft"}
 
 
+def test_a_model_whose_configuration_cannot_be_read_is_one_sentence(base, tmp_path):
+    shutil.copytree(base, tmp_path / "model")
+    config = json.loads((base / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+    for form in ("merged", "gguf"):
+        with pytest.raises(nalora.NALoRAError, match="'hidden_size' expected int"):
+            export(targets.resolve(str(tmp_path / "model"), device="cpu"), form, tmp_path / form)
+
+
 def test_a_base_in_4_bits_is_dequantised_and_8_bits_are_refused(base, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     spec = loading.ModelSpec(str(base), quantise="4bit", device="cpu", dtype="float32")

@@ -7,13 +7,15 @@ you report a number.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from nalora.errors import NALoRAError, first_line, missing_package
@@ -93,12 +95,10 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["quantization_config"] = _quantisation(spec)
         options["device_map"] = {"": device}
     source, extra = _source(spec)
-    try:
+    with _reported(spec):
         check_generates_text(spec.name, spec.kind, transformers.AutoConfig.from_pretrained(source, **extra))
         model = getattr(transformers, _AUTO_CLASSES[spec.kind]).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise _not_loaded(spec, error) from error
     if not spec.quantise:
         model = model.to(device)
     return Loaded(model.eval(), processor, spec)
@@ -113,7 +113,7 @@ def load_skeleton(spec: ModelSpec) -> Loaded:
 
     dtype = getattr(torch, spec.dtype or default_dtype(resolve_device(spec.device)))
     source, extra = _source(spec)
-    try:
+    with _reported(spec):
         config = transformers.AutoConfig.from_pretrained(source, **extra)
         check_generates_text(spec.name, spec.kind, config)
         auto = getattr(transformers, _AUTO_CLASSES[spec.kind])
@@ -122,9 +122,8 @@ def load_skeleton(spec: ModelSpec) -> Loaded:
                 model = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
             else:
                 model = auto(config).to(dtype)
-        return Loaded(model.eval(), _processor(spec, source, extra), spec)
-    except (OSError, ValueError, ImportError) as error:
-        raise _not_loaded(spec, error) from error
+        processor = _processor(spec, source, extra)
+    return Loaded(model.eval(), processor, spec)
 
 
 def load_processor(spec: ModelSpec, saved: Path | None = None) -> Any:
@@ -134,12 +133,12 @@ def load_processor(spec: ModelSpec, saved: Path | None = None) -> Any:
     """
     source, extra = _source(spec)
     own = saved is not None and any((saved / name).is_file() for name in _PROCESSOR_FILES)
-    try:
-        if saved is not None and own:
-            return _processor(spec, str(saved), {"trust_remote_code": spec.trust_remote_code})
+    if own:
+        source, extra = str(saved), {"trust_remote_code": spec.trust_remote_code}
+    with _reported(replace(spec, name=str(saved)) if own else spec):
         processor = _processor(spec, source, extra)
-    except (OSError, ValueError, ImportError) as error:
-        raise _not_loaded(replace(spec, name=str(saved)) if own else spec, error) from error
+    if own:
+        return processor
     if saved is not None and (template := saved / _TEMPLATE_FILE).is_file():
         processor.chat_template = template.read_text(encoding="utf-8")
     return processor
@@ -156,7 +155,7 @@ def read_config(spec: ModelSpec) -> Any:
     source, extra = _source(spec)
     try:
         return AutoConfig.from_pretrained(source, **extra)
-    except (OSError, ValueError):
+    except Exception:  # every config class raises other exceptions
         return None
 
 
@@ -269,8 +268,33 @@ def _quantisation(spec: ModelSpec) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
+@contextlib.contextmanager
+def _reported(spec: ModelSpec) -> Iterator[None]:
+    """Turn what transformers raises for a folder or a hub id into one sentence.
+
+    Damaged files raise exceptions of any class: a KeyError for an unknown activation, a struct.error for a damaged
+    pickle. An error of this module's own code and a lack of memory are no fault of the model and stay as they are.
+    """
+    try:
+        yield
+    except (NALoRAError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        own = frame is not None and frame.tb_frame.f_globals.get("__name__") == __name__
+        if own and not isinstance(error, (OSError, ValueError, ImportError)):
+            raise
+        raise _not_loaded(spec, error) from error
+
+
 def _not_loaded(spec: ModelSpec, error: Exception) -> NALoRAError:
     reason = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+    if isinstance(error, pickle.UnpicklingError):
+        reason = "a pickle that torch refuses, since it is damaged or would run code (weights_only)"
+    elif "ignore_mismatched_sizes" in str(error):
+        reason = "weights of other shapes than its config.json describes"
     if "trust_remote_code" in str(error):
         fix = "read that code, and if you trust it add --trust (trust_remote_code: true in a run file)"
     elif Path(spec.name).expanduser().exists():

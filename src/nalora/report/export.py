@@ -126,6 +126,8 @@ def _export_model(
     if target.spec.kind == "clip":
         raise NALoRAError(target.name, found="a CLIP", expected="a language model", fix="export --to peft")
     config = loading.read_config(target.trained_spec)
+    if config is None:
+        loading.load_skeleton(target.trained_spec)  # raises the reason
     own = getattr(config, "dtype", None) or torch.float32
     method = _stored_quantisation(target, config)
     if form == "gguf":
