@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Column
 
-from nalora.cli.screen import BaseModel, DataDir, Device, Trust, console, hush_libraries, number, table
+from nalora.cli.screen import BaseModel, DataDir, Device, Trust, console, hush_libraries, number, print_table, table
 from nalora.errors import counted
 from nalora.runs.progress import bars
 
@@ -98,7 +98,7 @@ def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
     rows.add_row("all intervals together", *_means(cumulative))
     if ends := result["first_to_last"]:
         rows.add_row(f"{ends['from']} → {ends['to']} directly", *_means(ends))
-    screen.print(rows)
+    print_table(screen, rows)
     blocks = table(
         Column("block", no_wrap=True),
         *titles,
@@ -113,7 +113,7 @@ def print_diagnosis(screen: Console, result: Mapping[str, Any]) -> None:
             for state in (result["shares"][0], result["shares"][-1])
         )
         blocks.add_row(block["name"], *values, *shares)
-    screen.print(blocks)
+    print_table(screen, blocks)
     screen.print(_MEANING, highlight=False, style="dim")
     for notice in result["notices"]:
         screen.print(f"Note: {notice}", highlight=False)
@@ -142,7 +142,7 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
         Column("block", no_wrap=True), "residual", "selection", "view", "norm ‖ΔU‖", "share of its bound", title=title
     )
     for name in (*(f"ρ {name}" for name in scores), "top 30 % (best 30 %)"):
-        rows.add_column(name)
+        rows.add_column(name, overflow="fold")
     for column in rows.columns[1:]:
         column.justify = "right"
     best, first = next(iter(scores.items()))
@@ -155,7 +155,7 @@ def print_mismatch(screen: Console, result: Mapping[str, Any]) -> None:
             *(number(score["rank_correlation"][index], "+.2f") for score in scores.values()),
             f"{_percent(first['energy_held'][index])} ({_percent(result['most_held'][index])})",
         )
-    screen.print(rows)
+    print_table(screen, rows)
     screen.print(
         "residual, selection and view are shares of the energy of the three terms: the gates' inputs differ, they open"
         " differently on the same input, the values that they pass differ. ρ is the rank correlation with the selection"

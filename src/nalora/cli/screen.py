@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -64,13 +66,27 @@ def hush_libraries() -> None:
 
 
 def console() -> Console:
-    """Return a console on stdout; in a pipe it is 160 columns wide, so that lines are not wrapped at 80."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    """Return a console on stdout; in a pipe it has COLUMNS columns, or 160 so that lines are not wrapped at 80."""
+    return Console() if sys.stdout.isatty() or _columns_are_set() else Console(width=160)
+
+
+def print_table(screen: Console, rows: Table) -> None:
+    """Print a table of many columns: as wide as it is in a pipe, unless COLUMNS says otherwise."""
+    if not screen.is_terminal and not _columns_are_set():
+        needed = Measurement.get(screen, screen.options.update(width=sys.maxsize), rows).maximum
+        screen.width = max(screen.width, needed)
+    screen.print(rows)
+
+
+def _columns_are_set() -> bool:
+    columns = os.environ.get("COLUMNS", "")
+    return columns.isdecimal() and int(columns) > 0
 
 
 def table(*columns: str | Column, **options: Any) -> Table:
-    """Return an empty table in the style of all commands."""
-    return Table(*columns, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
+    """Return an empty table in the style of all commands; where it is too wide, cells are folded and not cut."""
+    whole = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns]
+    return Table(*whole, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
 
 
 def number(value: float | None, form: str) -> str:
