@@ -147,3 +147,9 @@ def test_wrong_keywords_are_refused_with_a_suggestion(settings, message):
 def test_a_configuration_and_keywords_are_refused_together():
     with pytest.raises(NALoRAError, match=r"found a configuration as well.*replace\(config, mask=…\)"):
         config_of("attach", NALoRAConfig(), {"mask": False})
+
+
+def test_the_chosen_settings_are_those_that_differ_from_the_defaults():
+    assert NALoRAConfig().chosen() == {}
+    config = NALoRAConfig().changed({"keep_ratio": 0.2, "mask": True, "gate": {"low": 0.7, "high": 1.5}, "t": 1.0})
+    assert config.chosen() == {"keep_ratio": 0.2, "gate.low": 0.7, "thresholds": (-1.0, 1.0)}

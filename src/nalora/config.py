@@ -42,6 +42,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
 @dataclass(frozen=True)
 class ProjectionScale:
     """How the step scale of one FFN projection depends on the regime score a (eq. step_scale).
@@ -204,6 +211,11 @@ class NALoRAConfig:
                 expected=error.expected,
                 fix=f"set {' and '.join(typed)} to that",
             ) from None
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults; those of a projection as ``gate.low``."""
+        values, defaults = _flat(self.to_dict()), _flat(NALoRAConfig().to_dict())
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON."""

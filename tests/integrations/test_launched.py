@@ -69,6 +69,7 @@ def test_a_launched_training_is_that_of_attach_trainer_bit_for_bit(trained):
     assert not same(folder / "ours" / ADAPTER, folder / "plain" / ADAPTER)
     assert done.stdout.count("nalora: NA-LoRA is attached to Trainer") == 1
     assert "NA-LoRA plan: 2 FFN block(s), control of the update" in done.stdout
+    assert "  settings other than the defaults: keep_ratio=0.2, apply_to=update\n" in done.stdout
     assert "nalora" not in done.stderr
 
 

@@ -97,6 +97,9 @@ class Plan:
             f"NA-LoRA plan: {len(self.blocks)} FFN block(s), control of the {config.apply_to},"
             f" channels ranked by {config.importance}, {config.regimes} regimes, {self.statistics} statistics"
         ]
+        if chosen := config.chosen():
+            settings = ", ".join(f"{name}={value}" for name, value in chosen.items())
+            lines.append(f"  settings other than the defaults: {settings}")
         for name, parts, activation, width, regimes, mask, scaling in self.rows():
             lines += [
                 f"  {name}",
