@@ -84,7 +84,7 @@ def test_the_gguf_file_has_the_merged_weights(exported, run):
     folder = exported["gguf"].folder
     (file,) = folder.glob("*.gguf")
     compile(blocks(folder, "python")[0], "card", "exec")
-    assert f'Llama("{file.name}"' in blocks(folder, "python")[0]
+    assert f"Llama({file.name!r}" in blocks(folder, "python")[0]
     read = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     merged = merging.merge(adapted(run).model, torch.float32).state_dict()
     for name, weight in read.state_dict().items():
