@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 import nalora
+from nalora.control.inspection import inspect_model
 from nalora.models import loading
 from nalora.models.loading import ModelSpec, load, load_processor, load_skeleton, model_kind
 
@@ -143,6 +145,25 @@ def test_code_from_the_hub_runs_only_if_the_user_allows_it(folder, monkeypatch):
     with pytest.raises(nalora.NALoRAError):
         load(ModelSpec(folder, device="cpu", trust_remote_code=True))
     assert options_given["trust_remote_code"] is True
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kernel", ["owner/kernel", "owner/kernel@main:function", "paged|owner/kernel", {"": "a/b"}])
+def test_a_kernel_that_the_model_names_runs_only_if_the_user_allows_it(folder, tmp_path, monkeypatch, key, kernel):
+    shutil.copytree(folder, tmp_path / "model")
+    with_config(**{key: kernel})(tmp_path / "model")
+    spec, reached = ModelSpec(str(tmp_path / "model"), device="cpu"), []
+    # The kernels package is not needed to see whether transformers would ask for it.
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", lambda *given, **_: reached.append(given)
+    )
+    for start in (load, load_skeleton, lambda spec: inspect_model(spec.name)):
+        with pytest.raises(nalora.NALoRAError, match=r"a kernel from the hub whose code would run.*add --trust"):
+            start(spec)
+    assert not reached
+    with contextlib.suppress(nalora.NALoRAError):
+        load(dataclasses.replace(spec, trust_remote_code=True))
+    assert reached
 
 
 def test_quantisation_names_the_package_it_needs(folder, monkeypatch):

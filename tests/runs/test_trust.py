@@ -121,6 +121,7 @@ def test_reports_and_inspections_run_nothing(hostile, tmp_path):
         ({"method": "na-lora", "on": "x.py"}, "run the Python file x.py (on)"),
         ({"task": "x.py:own"}, "run the Python file x.py (task)"),
         ({"trust_remote_code": True}, "run the Python code that comes with the model"),
+        ({"attention": "owner/kernel"}, "run the attention kernel owner/kernel, code from the hub (attention)"),
         ({"task": "humaneval", "unsafe_code": True}, "run programs that the model writes without a sandbox"),
         ({"task": "mt-bench", "judge_url": "http://evil"}, "send OPENAI_API_KEY to http://evil"),
         ({"task": "mt-bench", "judgements": "/etc/passwd"}, "write to the file /etc/passwd"),

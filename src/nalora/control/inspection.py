@@ -18,7 +18,7 @@ from nalora.config import NALoRAConfig
 from nalora.control.blocks import find_blocks
 from nalora.control.plan import Plan, make_plan
 from nalora.errors import NALoRAError
-from nalora.models.compatibility import check_generates_text
+from nalora.models.compatibility import check_generates_text, refuse_kernel
 from nalora.models.gguf_cache import gguf_config
 from nalora.models.loading import gguf_file
 from nalora.models.peft_names import CONTROLLED
@@ -136,6 +136,7 @@ def _saved_adapter(model: str) -> Any:
 def _build(model: str) -> nn.Module:
     """Return the architecture on the meta device: all modules, no memory."""
     config = _read_config(model)
+    refuse_kernel(model, config)
     # A quantised checkpoint has the same FFNs as a dense one.
     vars(config).pop("quantization_config", None)
     _check_size(config, model)

@@ -64,7 +64,7 @@ def check_attention(name: str | None, device: str) -> None:
         NALoRAError: an unknown name, or FlashAttention without a GPU or without its package.
     """
     where = f"attention: {name}"
-    if name is None or name in _BUILT_IN or "/" in name or "|" in name:  # a kernel from the hub, or a paged one
+    if name is None or name in _BUILT_IN or is_kernel(name) or "|" in name:  # the last is a paged one
         return
     if name not in _FLASH:
         from transformers import AttentionInterface
@@ -90,6 +90,25 @@ def check_attention(name: str | None, device: str) -> None:
             expected="the package that computes this attention",
             fix=f"{install}, or set attention to sdpa, torch's own, which has FlashAttention-2 in it",
         )
+
+
+def is_kernel(attention: Any) -> bool:
+    """Return whether an attention implementation is a kernel from the hub (OWNER/NAME): code that would run."""
+    return isinstance(attention, str) and "/" in attention
+
+
+def refuse_kernel(name: str, config: Any) -> None:
+    """Raise NALoRAError if a model's own configuration, or that of one of its parts, names a kernel from the hub."""
+    attention = getattr(config, "_attn_implementation", None)
+    if is_kernel(attention):
+        raise NALoRAError(
+            f"model {name!r}",
+            found=f"attn_implementation: {attention} in its configuration, a kernel from the hub whose code would run",
+            expected="an implementation of transformers or torch",
+            fix="read that code, and if you trust it add --trust (trust_remote_code: true in a run file), or remove it",
+        )
+    for part in getattr(config, "sub_configs", ()):
+        refuse_kernel(name, getattr(config, part, None))
 
 
 def _is_installed(module: str) -> bool:

@@ -25,6 +25,7 @@ from nalora.models.compatibility import (
     check_attention,
     check_generates_text,
     default_dtype,
+    refuse_kernel,
     resolve_device,
 )
 
@@ -96,7 +97,7 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["device_map"] = {"": device}
     source, extra = _source(spec)
     with _reported(spec):
-        check_generates_text(spec.name, spec.kind, transformers.AutoConfig.from_pretrained(source, **extra))
+        _check_config(spec, transformers.AutoConfig.from_pretrained(source, **extra))
         model = getattr(transformers, _AUTO_CLASSES[spec.kind]).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)
     if not spec.quantise:
@@ -115,7 +116,7 @@ def load_skeleton(spec: ModelSpec) -> Loaded:
     source, extra = _source(spec)
     with _reported(spec):
         config = transformers.AutoConfig.from_pretrained(source, **extra)
-        check_generates_text(spec.name, spec.kind, config)
+        _check_config(spec, config)
         auto = getattr(transformers, _AUTO_CLASSES[spec.kind])
         with torch.device("meta"):
             if hasattr(auto, "from_config"):
@@ -241,6 +242,12 @@ def is_path(name: str) -> bool:
     path = Path(name)
     no_id = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
     return no_id or path.expanduser().exists() or (len(path.parts) == 2 and Path(path.parts[0]).is_dir())
+
+
+def _check_config(spec: ModelSpec, config: Any) -> None:
+    check_generates_text(spec.name, spec.kind, config)
+    if not spec.trust_remote_code:
+        refuse_kernel(spec.name, config)
 
 
 def _processor(spec: ModelSpec, source: str, extra: dict[str, Any]) -> Any:

@@ -39,6 +39,8 @@ def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict
     if options.get("trust_remote_code"):
         model = f"run the Python code that comes with the model {shown('model')}"
         clauses["trust_remote_code"] = f"{model} (trust_remote_code)"
+    if "/" in str(options.get("attention")):
+        clauses["attention"] = f"run the attention kernel {shown('attention')}, code from the hub (attention)"
     if options.get("unsafe_code"):
         clauses["unsafe_code"] = "run programs that the model writes without a sandbox (unsafe_code)"
     url = options.get("judge_url")
