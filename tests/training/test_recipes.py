@@ -20,7 +20,8 @@ def test_it_is_understood(file):
     run = read(file)
     assert run.settings.output == f"runs/{file.stem}"
     judge = " judge_model=NAME data_dir=FOLDER" if run.settings.task == "mt-bench" else ""
-    command = f"# nalora train {file.stem}{judge} && nalora evaluate runs/{file.stem}"
+    data = " task=FILE.jsonl" if file.stem == "my-data" else ""
+    command = f"# nalora train {file.stem}{judge}{data} && nalora evaluate runs/{file.stem}"
     assert file.read_text().splitlines()[0] == command
 
 
@@ -42,3 +43,11 @@ def test_the_laptop_s_recipe_explains_every_setting(name):
     assert found, f"{name} is not explained"
     given = yaml.safe_load(text) | yaml.safe_load(found[2])
     assert getattr(check(given).settings, name) == given[name]
+
+
+def test_the_recipe_for_own_data_makes_a_pass_over_rows_of_usual_length(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}\n')
+    settings = read("my-data", [f"task={file}"]).settings
+    assert (settings.steps, settings.epochs, settings.max_length, settings.task) == (None, 1, 1024, str(file))
+    assert (settings.batch_size, settings.prompt_style) == (16, "auto")

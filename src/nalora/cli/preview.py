@@ -47,11 +47,13 @@ def preview(screen: Console, run: Run, *, resume: bool, measured: bool) -> None:
 
 def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[str, str, str]]:
     """Yield (what, expected value, basis) for everything that is known."""
+    from nalora.training.batches import few_passes
+
     settings, inputs, split, memory = run.settings, found.inputs, found.split, found.memory
     yield "run", f"{run.method.title} of {settings.model} on {settings.task}", f"into {settings.output}"
     if inputs is None or split is None:
         return
-    for number, line in enumerate(inputs.notices() or [counted(len(inputs.dataset), "example")]):
+    for number, line in enumerate(inputs.notices(settings.max_length) or [counted(len(inputs.dataset), "example")]):
         yield "" if number else "data", line, ""
     if lengths := found.lengths:
         basis = "" if len(lengths) == len(inputs.dataset) else f"of the first {len(lengths):,} rows"
@@ -63,6 +65,8 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
         f"{found.steps:,} of {counted(settings.batch_size, 'row')}",
         f"{passes} each; {epochs:.3g} times the data",
     )
+    for notice in few_passes(settings, len(inputs.dataset)):
+        yield "", notice, ""
     if memory is None:
         return
     share = 100 * found.trainable / found.parameters

@@ -93,7 +93,7 @@ class RunInputs:
             "target_tokens": rows.target_tokens,
         }
 
-    def notices(self) -> list[str]:
+    def notices(self, max_length: int) -> list[str]:
         """Return sentences about the data to print before training."""
         rows, overlap, not_compared = self.rows, self.task.dropped_test_questions, self.task.not_compared
         lines = []
@@ -110,7 +110,8 @@ class RunInputs:
             return lines
         if rows.dropped or rows.truncated:
             lines.append(
-                f"longer than max_length: {counted(rows.dropped, 'example')} left out, {rows.truncated:,} truncated"
+                f"longer than max_length: {max_length}: {counted(rows.dropped, 'example')} left out,"
+                f" {rows.truncated:,} truncated; raise max_length to train on all of them"
             )
         positions = trained_positions(self.model)
         if positions is not None and rows.longest > positions:

@@ -56,6 +56,13 @@ def split_batch(settings: RunSettings) -> Split:
     return Split(micro, batch // (micro * count), count)
 
 
+def few_passes(settings: RunSettings, rows: int) -> list[str]:
+    """Return a notice if the run sees only a part of its rows."""
+    passes = settings.steps * settings.batch_size / rows if settings.steps else settings.epochs
+    fix = "raise steps, or set epochs and leave steps out (steps=)" if settings.steps else "raise epochs"
+    return [f"{passes:.2g} passes over the data: {fix} to train on every row"] if passes < 1 else []
+
+
 class FilledBatches(BatchSampler):
     """Another sampler's batches, with None in the last ones so that every process gets the same number of full ones.
 

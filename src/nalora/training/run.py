@@ -25,7 +25,7 @@ from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import fused_adapters, liger_contained
-from nalora.training.batches import make_start
+from nalora.training.batches import few_passes, make_start
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
@@ -75,7 +75,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             loaded = loading.load(spec, checked_tokenizer(task, spec, settings.prompt_style))
         with bars(console, transient=True, after=1) as report:
             inputs = prepare(task, loaded, settings, report)
-        for line in inputs.notices():
+        for line in (*inputs.notices(settings.max_length), *few_passes(settings, len(inputs.dataset))):
             console.print(line, highlight=False)
         with liger_contained(loaded.model) if settings.liger else contextlib.nullcontext():
             with without_cache(inputs.model):
