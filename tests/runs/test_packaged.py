@@ -65,7 +65,7 @@ def test_a_wheel_lists_prints_and_finds_them_outside_the_checkout(wheel, tmp_pat
     assert "20 runs in all" in dry.stdout
     refused = type_in(wheel, tmp_path, "train", "laptop", "rank=x")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "laptop.yaml: rank: 'x', expected a whole number" in refused.stderr
+    assert "on the command line: rank: 'x', expected a whole number" in refused.stderr
     assert list(tmp_path.iterdir()) == []
 
 

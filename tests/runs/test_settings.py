@@ -324,3 +324,21 @@ def test_chosen_settings_differ_from_their_defaults(tmp_path):
     code.write_text("raise RuntimeError('code of a run must not run to show its settings')")
     assert chosen({**saved, "method": str(code)}).keys() > {"method", "keep_ratio"}
     assert chosen({**saved, "on": f"{code}:x"})["keep_ratio"]
+
+
+def test_a_mistake_on_the_command_line_is_not_the_file_s(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for typed, found in (("stesp=3", "stesp: no such setting"), ("task=gsm9k", "task 'gsm9k': no task of that name")):
+        with pytest.raises(nalora.NALoRAError, match=f"^on the command line: {found}"):
+            read("laptop", [typed])
+    file.write_text("model: smollm2-135m\ntask: gsm8k\nrnk: 2\n")
+    with pytest.raises(nalora.NALoRAError, match=r"mine\.yaml: 2 problems"):
+        read(file, ["stesp=3"])
+
+
+def test_settings_of_the_task_that_another_one_replaces_are_named(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}\n')
+    (notice,) = read("laptop", [f"task={file}", "max_new_tokens=8"]).notices
+    assert notice == "settings of the recipe's task not used: test_share: 0.2"
+    assert read("laptop").notices == read("laptop", ["rank=2"]).notices == ()

@@ -95,6 +95,11 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(NALoRAError, match=r"did you mean train\.jsonl"):
         open_rows(tmp_path / "trian.jsonl")
+    (tmp_path / "long.jsonl").write_text("{}")
+    with pytest.raises(NALoRAError, match="Fix: check the path"):  # only the suffix is the same
+        open_rows(tmp_path / "missing.jsonl")
+    with pytest.raises(NALoRAError, match=r"did you mean train\.jsonl"):
+        open_rows(tmp_path / "train.csv")
 
 
 def test_a_folder_has_splits_by_name(tmp_path):

@@ -54,6 +54,7 @@ def train(
     `nalora train laptop --dry-run` shows what would be trained on, and what it would need.
     """
     hush_libraries()
+    from nalora.distributed.processes import is_first_process
     from nalora.runs import packaged
     from nalora.runs.folder import RunFolder
     from nalora.runs.saved_run import started_run
@@ -63,12 +64,13 @@ def train(
         described = started_run(run, settings or [], trust=trust)
     else:
         described = read(run, settings or [])
+    for notice in described.notices if is_first_process() else ():
+        console().print(notice, highlight=False, markup=False)
     if dry_run or measure:
         preview(console(), described, resume=resume, measured=measure)
         return
     if not resume:
         described.refuse_unready()
-    from nalora.distributed.processes import is_first_process
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ class Run:
     method: Method
     task_options: dict[str, Any] = field(default_factory=dict)
     deleted: dict[str, Any] = field(default_factory=dict)  # settings of an earlier version that are part of the key
+    notices: tuple[str, ...] = field(default=(), compare=False)  # sentences for whoever typed the command
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings with their values, flat as in the file."""
@@ -118,14 +120,29 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     for key in (key for key, value in changes.items() if value is Removed and key not in known):
         near = did_you_mean(key, known, "leave it out")
         raise NALoRAError(f"{shortened(key)}=", found=f"no such setting in {path}", expected="one to remove", fix=near)
+    notices: tuple[str, ...] = ()
     if changes.get("task", options.get("task")) != options.get("task"):
-        options = _without_task_settings(options)
+        kept = _without_task_settings(options)
+        unused = [f"{key}: {shortened(options[key])}" for key in options if key not in {*kept, *changes}]
+        notices = (f"settings of the recipe's task not used: {', '.join(unused)}",) if unused else ()
+        options = kept
     elif isinstance(options.get("task"), str):
         options["task"] = packaged.data_file(options["task"], path)
     options = without_removed({**options, **changes})
     if options.get("output") is None:
         options["output"] = str(Path("runs") / path.stem)
-    return check(options, where=str(path))
+    return replace(_checked(options, changes, str(path)), notices=notices)
+
+
+def _checked(options: Mapping[Any, Any], changes: Mapping[str, Any], where: str) -> Run:
+    """Return `check` of the settings; if all problems are of the command line's settings, the error says so."""
+    try:
+        return check(options, where)
+    except SettingsError as error:
+        typed = [problem for problem in error.problems if re.split(r"\W", problem, maxsplit=1)[0] in changes]
+        if len(typed) < len(error.problems):
+            raise
+        raise SettingsError("on the command line", typed) from error
 
 
 def _without_task_settings(options: Mapping[str, Any]) -> dict[str, Any]:

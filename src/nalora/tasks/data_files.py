@@ -6,6 +6,7 @@ when it is needed, so that a file of many gigabytes takes eight bytes of memory 
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import re
@@ -100,12 +101,15 @@ def _opened(path: Path, report: Report) -> Rows:
             str(path), found=f"the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}", fix="convert the file"
         )
     if not path.is_file():
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [file for file in path.parent.iterdir() if file.is_file()] if path.parent.is_dir() else []
+        # Without the suffix, which every data file has: of two short names it is most of the letters.
+        near = difflib.get_close_matches(path.stem, [file.stem for file in siblings if is_data(file.name)], 1)
+        names = [file.name for file in siblings if near and file.stem == near[0] and is_data(file.name)]
         raise NALoRAError(
             str(path),
             found="no such file",
             expected="a data file",
-            fix=did_you_mean(path.name, siblings, f"check the path; the current folder is {Path.cwd()}"),
+            fix=did_you_mean(path.name, names, f"check the path; the current folder is {Path.cwd()}"),
         )
     if suffix == ".parquet":
         return _parquet(path)
