@@ -268,6 +268,19 @@ def test_partial_runs_have_notices_in_place_of_charts(browser, tmp_path, what):
     _every_chart_is_drawn_or_explained(browser, write_report([read_run(run)], tmp_path / "report.html"))
 
 
+def test_a_few_steps_have_ticks_at_whole_steps(browser, tmp_path):
+    write_run(tmp_path, steps=3)
+    visit = Visit(browser, write_report(read_runs([tmp_path]), tmp_path / "report.html"))
+    for chart in ("loss", "p_sup", "scales"):
+        visit.show(chart)
+        code = "id => [...document.querySelectorAll(`#plot-${id} .xtick text`)].map(tick => tick.textContent)"
+        ticks = visit.page.evaluate(code, chart)
+        assert ticks, chart
+        assert all(re.fullmatch(r"\d+", tick) for tick in ticks), (chart, ticks)
+    visit.context.close()
+    assert visit.problems == []
+
+
 def test_runs_that_cannot_be_compared_still_make_a_page(browser, tmp_path):
     write_run(tmp_path, name="small", layers=2)
     write_run(tmp_path, name="large", layers=6, model="another", task="another", gates=False)

@@ -18,6 +18,7 @@ from nalora.report.html import page, write_report
 from nalora.report.payload import payload
 from nalora.report.run_tables import run_tables
 from nalora.report.sentences import findings
+from nalora.report.tables import markdown
 from report.run_folders import summary, write, write_evaluation, write_run
 
 
@@ -217,6 +218,20 @@ def test_equal_and_unknown_results_are_reported_as_such(tmp_path):
     said = findings(read_runs(runs))
     assert said[0].startswith("The answers are not stored, so the significance of the change is not known: accuracy")
     assert any(sentence.startswith("The runs are not compared") for sentence in said)
+
+
+def test_a_measure_of_own_data_has_a_title_in_sentences_tables_and_axes(tmp_path):
+    run = write_run(tmp_path, name="one")
+    for name in ("summary.json", "scores.jsonl", "outputs.jsonl"):
+        for file in run.glob(f"evaluations/**/{name}"):
+            file.write_text(file.read_text().replace('"accuracy"', '"number"'))
+    runs = read_runs([run])
+    assert findings(runs)[0].startswith("Right number on gym/chain_sum rose from")
+    assert "sum: right number, % ↑" in markdown(run_tables(runs)["Results"])
+    text = page(runs)
+    assert {"right number", "right number, compared with base"} <= set(Page(text).text)
+    (shown,) = embedded_data(text)["runs"]
+    assert list(shown["evaluations"]["gym/chain_sum"]["adapted"]) == ["right number", "loss of the answers"]
 
 
 def test_runs_are_compared_by_the_same_questions_and_not_by_their_intervals(tmp_path):

@@ -10,6 +10,7 @@ from nalora.evaluation.answers import Answered, main_measure, read_answers, side
 from nalora.report.comparisons import base_summary
 from nalora.report.data import RunData
 from nalora.report.sentences import tasks_of
+from nalora.tasks.text_measures import title_of
 
 # Questions of all tasks together, characters of one text, and characters of all texts: at most about 1 MB of the page.
 MOST_QUESTIONS = 200
@@ -43,7 +44,7 @@ def _of_task(runs: Sequence[RunData], task: str, tasks: int) -> dict[str, Any] |
         chosen = list(_spread(chosen, len(chosen) // 2))
     return {
         "task": task,
-        "measure": measure,
+        "measure": measure and title_of(measure),
         "judged": measure is not None and all(0 <= score <= 1 for score in scores if score is not None),
         "total": len(rows),
         "rows": chosen,

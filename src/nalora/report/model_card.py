@@ -15,6 +15,7 @@ from nalora.report.evaluations import label, read_evaluations
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import Run
 from nalora.runs.targets import Target
+from nalora.tasks.text_measures import title_of
 
 # Settings that the card names elsewhere, or that say nothing about the model.
 _ELSEWHERE = {"model", "task", "output", "device", "method", "log_every", "save_every", "snapshot_every", "data_dir"}
@@ -158,7 +159,7 @@ def results_table(folder: RunFolder, run: Run) -> str:
     for task, by_model in evaluations.items():
         for model, summary in by_model.items():
             title = {"base": "base model", "adapted": "this model"}.get(model, model)
-            measures = dict(summary["measures"])
+            measures = {title_of(name): measured for name, measured in summary["measures"].items()}
             if summary["target_loss"]:
                 measures["loss of the answers"] = summary["target_loss"]
             rows += [

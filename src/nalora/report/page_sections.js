@@ -6,6 +6,12 @@ const detail = () => runs[state.detail];
 const MOST_REASONS = 4;
 const NO_RUN = "No run is selected: select one above.";
 const heading = (name) => ({ title: { text: name } });
+// Of a few steps, the ticks between them would be no steps.
+const FEW_STEPS = 12;
+function stepsAxis(name, traces) {
+  const [low, high] = extent(traces.flatMap((trace) => Array.from(trace.x))) || [0, 0];
+  return { ...heading(name), ...(name === "step" && high - low < FEW_STEPS ? { dtick: 1 } : {}) };
+}
 const layersAxis = { ...heading("layer"), type: "category", nticks: 12 };
 const count = (number) => number.toLocaleString("en");
 
@@ -49,7 +55,7 @@ function lines(pick, chart) {
   }
   if (!traces.length) return { missing: lacking(chosen(), chart.topics) };
   const layout = {
-    xaxis: chart.x === "layer" ? layersAxis : heading(chart.x),
+    xaxis: chart.x === "layer" ? layersAxis : stepsAxis(chart.x, traces),
     yaxis: { ...heading(chart.y), ...(chart.from_zero ? { rangemode: "tozero" } : {}) },
   };
   return { traces, layout, legend, note: notes.join(" "), about: smoothed ? "Bold: running mean." : "" };
@@ -129,7 +135,7 @@ function gateHeat(name, chart) {
   const hover = `layer %{y}, step %{x}<br>${words} %{customdata:.5~g}${change ? "<br>change %{z:+.4~g}" : ""}`;
   const scale = change ? { colorscale: diverging(), zmin: -most, zmax: most } : { zmin: low, zmax: high };
   const trace = { ...heatTrace(gates.steps, gates.labels, values, words, hover), customdata: z, ...scale };
-  return { traces: [trace], layout: heatLayout("step", gates.labels.length), height: heatHeight(gates.labels.length), note: notes.join(" ") };
+  return { traces: [trace], layout: merged(heatLayout("step", gates.labels.length), { xaxis: stepsAxis("step", [trace]) }), height: heatHeight(gates.labels.length), note: notes.join(" ") };
 }
 
 function scales() {
@@ -155,7 +161,7 @@ function scales() {
     });
   }
   if (!traces.length) return { missing: notes.join(" ") || lacking(chosen(), ["gates"]) };
-  return { traces, legend, note: notes.join(" "), layout: { xaxis: heading("step"), yaxis: heading(y) }, title: `Step scales in layer ${state.layer}` };
+  return { traces, legend, note: notes.join(" "), layout: { xaxis: stepsAxis("step", traces), yaxis: heading(y) }, title: `Step scales in layer ${state.layer}` };
 }
 
 // κ above the histogram of z, with the bounds of the responsive regime through both.

@@ -29,6 +29,7 @@ from nalora.report.gates import Gates
 from nalora.report.layers import CHANNEL_MEASURES, channel_measures, packed, update_norms
 from nalora.report.naming import layer_labels
 from nalora.report.sentences import score
+from nalora.tasks.text_measures import title_of
 
 _GATE_COLUMNS = (*HEAT_MAPS, *SCALES)
 _MISMATCH = ("energy", "share", "bound", "mask", "top_channels")
@@ -118,9 +119,9 @@ def _line(chart: LineChart, run: RunData, most: int) -> dict[str, Any] | None:
 
 
 def _scores(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return every measure with its interval, the loss of the right answers under its name in tables."""
+    """Return every measure with its interval, under its name in tables."""
     return {
-        name: {"value": measured.value, "interval": measured.interval}
+        title_of(name): {"value": measured.value, "interval": measured.interval}
         for name in (*summary["measures"], LOSS)
         if (measured := score(summary, name))
     }

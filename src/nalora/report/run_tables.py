@@ -16,6 +16,7 @@ from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import row_labels, seed_of
 from nalora.report.sentences import measures_of, score, tasks_of
 from nalora.report.tables import Column, Record, Table, columns_of, latex, markdown, tabulate
+from nalora.tasks.text_measures import title_of
 
 _FILES = ("tables.md", "tables.tex")
 
@@ -58,7 +59,7 @@ def _results(runs: Sequence[RunData], labels: Sequence[str]) -> Table:
     bases: dict[str, dict[str, float]] = {}
     for task in tasks_of(runs):
         for measure in measures_of(runs, task):
-            name = f"{task}: {measure}"
+            name = f"{task}: {title_of(measure)}"
             scores = [score(run.evaluations.get(task, {}).get("adapted"), measure) for run in runs]
             records += [
                 Record(label, seed_of(run), {name: adapted.value})

@@ -16,6 +16,7 @@ from nalora.report.naming import brief
 from nalora.report.reading import is_partial
 from nalora.report.sentences import measures_of, score, tasks_of
 from nalora.runs.settings import chosen
+from nalora.tasks.text_measures import title_of
 
 
 def summary(runs: Sequence[RunData]) -> str:
@@ -39,7 +40,8 @@ def scores(runs: Sequence[RunData]) -> str:
             if summary is not None
         ]
         rows = [*([*row, *([""] if compared else [])] for row in dict.fromkeys(base_rows)), *rows]
-        columns = ["model", *measures, "questions", *([f"{measures[0]}, compared with base"] if compared else [])]
+        titles = list(map(title_of, measures))
+        columns = ["model", *titles, "questions", *([f"{titles[0]}, compared with base"] if compared else [])]
         tests = sorted({one.test for one in compared.values()})
         caption = f"{task}: value and 95 % interval" + (
             f"; questions compared by {' and '.join(tests)}" if tests else ""

@@ -15,6 +15,7 @@ from nalora.report.comparisons import base_summary, compared_with_base, compared
 from nalora.report.data import RunData
 from nalora.report.naming import row_labels, seed_of
 from nalora.report.tables import lower_is_better
+from nalora.tasks.text_measures import title_of
 
 # Longer lists of runs have no numbers, or only their length.
 _MANY = 3
@@ -82,7 +83,7 @@ def findings(runs: Sequence[RunData]) -> list[str]:
 
 
 def _of_task(runs: Sequence[RunData], task: str, measure: str) -> Iterator[str]:
-    name = f"{measure} on {task}"
+    name = f"{title_of(measure)} on {task}"
     adapted = {i: score(run.evaluations.get(task, {}).get("adapted"), measure) for i, run in enumerate(runs)}
     after = {i: value for i, value in adapted.items() if value}
     before = {i: value for i in after if (value := score(base_summary(runs, runs[i], task), measure))}

@@ -85,6 +85,16 @@ MEASURES: dict[str, Measure] = {
     "number": number,
     "choice": choice,
 }
+# The names of measures in sentences and on axes, where that of the setting does not say what is counted.
+_TITLES = {
+    "exact_match": "exact match", "f1": "F1", "contains": "answer contained", "number": "right number",
+    "choice": "right choice", "regex": "pattern match",
+}  # fmt: skip
+
+
+def title_of(measure: str) -> str:
+    """Return the name of a measure for readers; files and settings keep the other one."""
+    return _TITLES.get(measure, measure)
 
 
 def suitable(expected: Sequence[str]) -> tuple[str, ...]:
