@@ -85,13 +85,19 @@ def test_a_python_that_ignores_the_environment_is_reported(run, place, flag):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["aply_to=update"], "aply_to: no such setting (did you mean apply_to?)"),
-        (["apply_to=updates"], "apply_to: 'updates', expected one of gradient, update"),
-        (["keep_ratio=2"], "keep_ratio: 2.0, expected a number in (0, 1]"),
-        (["keep_ratio=2", "mask=3"], "mask: 3, expected true or false"),
+        (
+            ["aply_to=update"],
+            "aply_to: found no such setting; expected a field of NALoRAConfig, or kernels. Fix: did you mean apply_to?",
+        ),
+        (
+            ["apply_to=updates"],
+            "nalora: apply_to: found 'updates'; expected one of gradient, update. Fix: did you mean update?",
+        ),
+        (["keep_ratio=2"], "nalora: keep_ratio: found 2.0; expected a number in (0, 1]. Fix: set keep_ratio to that"),
+        (["keep_ratio=2", "mask=3"], "mask: found 3; expected true or false. Fix: set it to that"),
         (["t=1", "thresholds=[-1,1]"], "two names of one setting"),
         (["gate={slope: 1}"], "values of sensitivity, low, high"),
-        (["kernels=fast"], "kernels: 'fast', expected one of auto, off, fused"),
+        (["kernels=fast"], "kernels: found 'fast'; expected one of auto, off, fused. Fix: set it to that"),
         (["mask=true", "mask=false"], "mask given twice"),
         (["mask=true", "--config"], "an option after a setting"),
         (["--config", "none.yaml"], "none.yaml: found no such file"),
@@ -152,10 +158,19 @@ def test_settings_precede_the_command(words, settings, command):
     assert launching.split(words) == (settings, command)
 
 
-@pytest.mark.parametrize("words", [[], ["a=b"], ["a=b", "--"]])
-def test_a_command_is_needed(words):
-    with pytest.raises(NALoRAError, match="no command"):
-        launching.split(words)
+@pytest.mark.parametrize("words", [[], ["--"], ["a=b"], ["a=b", "--"]])
+def test_a_command_is_needed(run, place, words):
+    code, _, err = run("launch", *words)
+    fix = "Fix: nalora launch apply_to=update -- python train.py\n"
+    assert (code, err) == (2, f"nalora launch: found no command; expected a training command after --. {fix}")
+
+
+def test_a_value_out_of_range_is_named_by_where_it_was_given(place):
+    (place / "nalora.yaml").write_text("gate: {low: 9}\n")
+    with pytest.raises(NALoRAError, match=r"^nalora\.yaml: gate\.low: found 9"):
+        launching.chosen_settings(Path("nalora.yaml"), {}, [])
+    with pytest.raises(NALoRAError, match=r"^NALORA_KEEP_RATIO: found 2"):
+        launching.chosen_settings(None, {"NALORA_KEEP_RATIO": "2"}, [])
 
 
 def test_the_launcher_does_not_load_torch():

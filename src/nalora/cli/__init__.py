@@ -62,8 +62,9 @@ def main() -> None:
 def _refuse(message: str) -> int:
     """Print an error message; it is empty if the help was printed in place of missing arguments."""
     if message:
+        name = "" if message.startswith("nalora ") else "nalora: "
         # Names from files may contain control characters of terminals.
-        print(f"nalora: {printable(' '.join(message.split()))}", file=sys.stderr)
+        print(f"{name}{printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 

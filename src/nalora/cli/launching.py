@@ -14,10 +14,10 @@ import typer
 
 from nalora.cli import child_process
 from nalora.config import Kernels, NALoRAConfig, types_in_files
-from nalora.errors import NALoRAError, SettingsError, collecting, did_you_mean, shortened
+from nalora.errors import NALoRAError, SettingsError, did_you_mean, shortened
 from nalora.files import yaml_reader
 from nalora.integrations import launched
-from nalora.runs.conversion import Removed, converted, key_values
+from nalora.runs.conversion import Removed, checked, key_values
 
 # The exit code if the command itself succeeded.
 NOT_ATTACHED = 3
@@ -30,11 +30,11 @@ _OTHER_VARIABLES = ("NALORA_CACHE", "NALORA_COMMIT", launched.VARIABLE)
 
 def launch(
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]... -- COMMAND...", help="Settings, and the command that trains.", show_default=False
         ),
-    ],
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML file with settings of NALoRAConfig, and kernels.")
     ] = None,
@@ -49,7 +49,7 @@ def launch(
     NALORA_APPLY_TO, or in a file, in this order of precedence. The exit code is the command's, or 3 if it succeeded but
     nothing was attached.
     """
-    settings_words, command = split(words)
+    settings_words, command = split(words or [])
     settings = chosen_settings(config, os.environ, settings_words)
     if launched.VARIABLE in os.environ:
         raise NALoRAError(
@@ -113,26 +113,39 @@ def chosen_settings(file: Path | None, variables: Mapping[str, str], words: Sequ
     """
     types = {"kernels": Kernels} | types_in_files()
     in_file = yaml_reader.read(file, "a YAML file with settings", "check the path") if file else {}
-    problems: list[str] = []
+    errors: list[NALoRAError] = []
     settings: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for where, name, value in (
         *((f"{file}: {shortened(key)}", key, value) for key, value in in_file.items()),
         *_variable_settings(variables),
         *((shortened(key), key, value) for key, value in key_values(words).items()),
     ):
         if name not in types:
-            fix = did_you_mean(str(name), types, "")
-            problems.append(f"{where}: no such setting" + (f" ({fix})" if fix else ""))
+            fix = did_you_mean(str(name), types, f"choose one of {', '.join(types)}")
+            expected = "a field of NALoRAConfig, or kernels"
+            errors.append(NALoRAError(where, found="no such setting", expected=expected, fix=fix))
         elif value is Removed:
             settings.pop(name, None)
         else:
-            settings[name] = converted(where, value, types[name], problems)
-    if not problems:
-        with collecting(problems):
+            origins[name], settings[name] = where, checked(where, value, types[name], errors)
+    if not errors:
+        try:
             NALoRAConfig().changed({name: value for name, value in settings.items() if name != "kernels"})
-    if problems:
-        raise SettingsError("nalora launch", problems)
+        except NALoRAError as error:
+            errors.append(_with_origin(error, origins))
+    if len(errors) > 1:
+        raise SettingsError("nalora launch", [error.summary for error in errors])
+    if errors:
+        raise errors[0]
     return settings
+
+
+def _with_origin(error: NALoRAError, origins: Mapping[str, str]) -> NALoRAError:
+    """Return the error of a value out of range with the word, variable or line of the file that it was given in."""
+    name, dot, part = error.where.removeprefix("NALoRAConfig.").partition(".")
+    where = f"{origins[name]}{dot}{part}" if name in origins else error.where
+    return NALoRAError(where, found=error.found, expected=error.expected, fix=error.fix)
 
 
 def _variable_settings(variables: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from nalora.errors import NALoRAError, shortened
+from nalora.errors import NALoRAError, did_you_mean, shortened
 from nalora.files import yaml_reader
 
 # Larger integers fail deep inside a library: torch counts in 64 bits, seeds have 32.
@@ -54,6 +54,14 @@ def without_removed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
     """Return the value as the setting's type (YAML reads 1e-4 as a string); append to `problems` if it does not fit."""
+    errors: list[NALoRAError] = []
+    result = checked(key, value, hint, errors)
+    problems += [f"{error.where}: {error.found}, expected {error.expected}" for error in errors]
+    return result
+
+
+def checked(key: str, value: Any, hint: Any, errors: list[NALoRAError]) -> Any:
+    """Return the value as `converted` does; append an error, with a fix, for each part of it that does not fit."""
     choices = _choices(hint)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     for choice in choices:
@@ -71,19 +79,21 @@ def converted(key: str, value: Any, hint: Any, problems: list[str]) -> Any:
         if choice is float and (number := _finite(value)) is not None:
             return number
         if list in (choice, origin) and isinstance(value, list):
-            item_problems: list[str] = []
-            items = [converted(key, item, arguments[0] if arguments else Any, item_problems) for item in value]
+            item_errors: list[NALoRAError] = []
+            items = [checked(key, item, arguments[0] if arguments else Any, item_errors) for item in value]
             if len(choices) == 1:
-                problems += item_problems
-            if not item_problems or len(choices) == 1:
+                errors += item_errors
+            if not item_errors or len(choices) == 1:
                 return items
         if _is_mapping(choice) and isinstance(value, dict):
             kind = arguments[1] if arguments else Any
-            return {name: converted(f"{key}.{name}", item, kind, problems) for name, item in value.items()}
+            return {name: checked(f"{key}.{name}", item, kind, errors) for name, item in value.items()}
     expected = described_type(hint)
     if int in choices and is_int:
         expected += f" of at most {_LARGEST}"
-    problems.append(f"{key}: {shortened(repr(value))}, expected {expected}")
+    names = [name for choice in choices if typing.get_origin(choice) is Literal for name in typing.get_args(choice)]
+    fix = did_you_mean(str(value), map(str, names), "set it to that")
+    errors.append(NALoRAError(key, found=shortened(repr(value)), expected=expected, fix=fix))
     return value
 
 
