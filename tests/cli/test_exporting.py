@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import peft
 import pytest
 import yaml
@@ -47,7 +49,7 @@ def test_an_adapter_of_ones_own_script_becomes_a_gguf_file(adapter, tmp_path):
     assert "In llama.cpp texts are not normalised to NFC" in done.output
     assert "greedy tokens equal" in done.output
     card = (tmp_path / "mine" / "README.md").read_text(encoding="utf-8")
-    assert "## Settings" not in card
+    assert re.findall(r"\| `(\w+)` \|", card) == ["rank", "alpha", "target_modules"], "all that an adapter knows"
     assert "llama-server -m mine-q8_0.gguf" in card
 
 

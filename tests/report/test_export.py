@@ -99,7 +99,9 @@ def test_the_card_states_base_method_settings_and_results(form, exported, base):
     assert "(`rslora`)" in card
     assert "| `rank` | 3 |" in card
     assert "| `learning_rate` | 0.05 |" in card
-    assert "`alpha`" not in card, "a setting that was not chosen"
+    assert "| `alpha` | 16.0 |\n| `target_modules` | all-linear |" in card
+    assert "`dropout`" not in card, "a setting that was not chosen"
+    assert "messages" not in card, "the run's prompts are plain, whatever the tokenizer has"
     rows = re.findall(r"\| gym/chain_sum \| (base|this) model \| accuracy \| \S+ \| \S+ … \S+ \| 4 \|", card)
     assert rows == ["base", "this"]
     for fact in exported[form].facts:
@@ -185,6 +187,7 @@ def test_a_model_without_an_adapter(base, tmp_path):
         export(target, "vllm", tmp_path / "out")
     made = export(target, "gguf", tmp_path / "out", precision="q8_0")
     assert [file.name for file in made.folder.glob("*.gguf")] == ["out-q8_0.gguf"]
+    assert "messages" in blocks(made.folder, "python")[0], "the tokenizer has a chat template, and no run was without"
 
 
 def adapter_of(base: Path, folder: Path, **options) -> targets.Target:

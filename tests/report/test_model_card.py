@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +18,8 @@ from nalora.runs.targets import Target
 ODD = 'a"; print("x") | `b` <img src=x>\n```'
 
 
-def card(form: str, base: str = "owner/name", name: str = "mine", chat: bool = True, **options) -> str:
-    target = Target("adapter", "adapter", ModelSpec(base), Path("adapter"))
+def card(form: str, base: str = "owner/name", name: str = "mine", chat: bool = True, adapter=None, **options) -> str:
+    target = Target("adapter", "adapter" if adapter else "model", ModelSpec(base), adapter)
     return Card(target, form, name, base, chat, file="m.gguf", rank=8, **options).text()
 
 
@@ -57,7 +57,27 @@ def test_facts_and_names_cannot_leave_their_place():
 def test_only_chosen_settings_are_listed():
     run = check({"model": "m", "task": "gsm8k", "method": "na-lora", "keep_ratio": 0.5, "rank": 8, "steps": 7})
     assert chosen_settings(run) == {"keep_ratio": 0.5, "steps": 7}
-    assert "| `keep_ratio` | 0.5 |" in settings_table(run)
+    table = settings_table(chosen_settings(run, ["rank", "target_modules"]) | {"test": "/home/me/held out.jsonl"})
+    assert table.splitlines()[2:] == [
+        "| `rank` | 8 |",
+        "| `target_modules` | all-linear |",
+        "| `steps` | 7 |",
+        "| `keep_ratio` | 0.5 |",
+        "| `test` | held out.jsonl |",
+    ]
+
+
+def test_the_settings_of_an_adapter_without_a_run_are_its_configuration_s(tmp_path):
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    text = card("peft", adapter=tmp_path)
+    assert "| `rank` | 4 |\n| `alpha` | 12 |\n| `target_modules` | ['q_proj', 'v_proj'] |" in text
+
+
+def test_a_path_of_this_machine_is_marked(tmp_path):
+    for form in ("peft", "vllm"):
+        assert card(form, base=str(tmp_path)).count("of the machine that exported it") == 2
+        assert "machine" not in card(form, base="owner/name")
 
 
 def test_a_base_from_a_gguf_file_is_called_dequantised(tmp_path):

@@ -116,7 +116,9 @@ def _export_adapter(target: Target, form: Form, folder: Path, name: str) -> list
                 shutil.copyfile(file, folder / file.name)
         processor = targets.load_processor(target, target.spec.kind)
     _name_base(folder, base_name(target))
-    _finish(Card(target, form, name, base_name(target), _has_template(processor), facts, rank=rank), processor, folder)
+    _finish(
+        Card(target, form, name, base_name(target), _is_chat(target, processor), facts, rank=rank), processor, folder
+    )
     return facts
 
 
@@ -174,7 +176,7 @@ def _export_model(
             rounding = torch.bfloat16 if method else wanted
             agreement = merging.compare(before, merging.answer(trained, processor), rounding)
             facts.append(_checked(agreement, "the merged model", "the adapted one"))
-        card = Card(target, form, output.name, base_name(target), _has_template(processor), facts, file=file)
+        card = Card(target, form, output.name, base_name(target), _is_chat(target, processor), facts, file=file)
         _finish(card, processor, folder)
     return facts
 
@@ -270,8 +272,10 @@ def _finish(card: Card, processor: Any, folder: Path) -> None:
     atomic.write(folder / "README.md", card.text())
 
 
-def _has_template(processor: Any) -> bool:
-    return bool(getattr(processor, "chat_template", None))
+def _is_chat(target: Target, processor: Any) -> bool:
+    """Return whether the model expects the tokenizer's chat template: a run with plain prompts was trained without."""
+    plain = target.run is not None and target.run.run.settings.prompt_style == "plain"
+    return not plain and bool(getattr(processor, "chat_template", None))
 
 
 def _refuse_full_disk(output: Path, needed: int) -> None:

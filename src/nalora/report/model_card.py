@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nalora import __version__
 from nalora.models import gguf_cache, loading
+from nalora.models.adapters import adapter_config
 from nalora.report.evaluations import label, read_evaluations
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import Run
@@ -19,6 +21,9 @@ from nalora.tasks.text_measures import title_of
 
 # Settings that the card names elsewhere, or that say nothing about the model.
 _ELSEWHERE = {"model", "task", "output", "device", "method", "log_every", "save_every", "snapshot_every", "data_dir"}
+# Settings of every adapter, which are listed whether they were chosen or not, by their names in PEFT's configuration.
+_OF_ADAPTERS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LIBRARIES = {"peft": "peft", "vllm": "peft", "merged": "transformers", "gguf": "gguf"}
 _TITLES = {
     "peft": "a PEFT adapter",
@@ -37,7 +42,7 @@ class Card:
         form: ``peft``, ``merged``, ``gguf`` or ``vllm``.
         name: of the exported folder.
         base: what the base model is loaded from: a hub id or an absolute path.
-        chat: whether the tokenizer has a chat template.
+        chat: whether prompts are made by the tokenizer's chat template.
         facts: further sentences: the check of the export, how weights were rounded, what differs.
         file: the name of the GGUF file.
         rank: the value of --max-lora-rank.
@@ -60,7 +65,7 @@ class Card:
             f"# {_plain(self.name)}",
             self._first_sentences(run.run if run else None),
             *_section("Export", "\n".join(f"- {_plain(fact)}" for fact in self.facts)),
-            *_section("Settings", settings_table(run.run) if run else ""),
+            *_section("Settings", self._settings()),
             *_section("Results", results_table(run.folder, run.run) if run else ""),
             *_section("Load it", self._loading()),
         ]
@@ -68,17 +73,33 @@ class Card:
 
     def _front(self) -> str:
         lines = [f"library_name: {_LIBRARIES[self.form]}", "tags: [nalora, lora]"]
-        if not loading.is_path(self.base):
+        if not self._is_local and _HUB_ID.fullmatch(self.base):
             lines.insert(0, f"base_model: {self.base}")
         return "\n".join(["---", *lines, "---"])
+
+    @property
+    def _is_local(self) -> bool:
+        return loading.is_path(self.base)
+
+    def _settings(self) -> str:
+        adapter, run = self.target.adapter, self.target.run
+        if run:
+            return settings_table(chosen_settings(run.run, _OF_ADAPTERS.values() if adapter else ()))
+        config = adapter_config(adapter) if adapter else {}
+        return settings_table({name: config[key] for key, name in _OF_ADAPTERS.items() if config.get(key)})
 
     def _first_sentences(self, run: Run | None) -> str:
         name = self.target.spec.name
         dequantised = is_dequantised(name)
         base = f"`{_plain(name)}`" + (", dequantised from a GGUF file" if dequantised else "")
+        if loading.is_path(name):
+            base += " (a path of the machine that exported it; no other name is known)"
         lines = [f"This is {_TITLES[self.form]}.", "", f"- Base model: {base}"]
         if run:
-            lines += [f"- Data: `{_plain(run.settings.task)}`", f"- Method: {run.method.title} (`{run.method.name}`)"]
+            lines += [
+                f"- Data: `{_plain(_without_folder(run.settings.task))}`",
+                f"- Method: {run.method.title} (`{run.method.name}`)",
+            ]
             lines += [f"- Reference: {run.method.reference}"] if run.method.reference else []
         return "\n".join([*lines, f"- Made by nalora {__version__}"])
 
@@ -86,11 +107,13 @@ class Card:
         if self.form == "gguf":
             return f"{_code(*self._llama_cpp())}\n\n{_code(*self._programs(), language='sh')}"
         served = ""
+        if self._is_local and self.form != "merged":
+            served = "The path of the base model is that of the machine that exported it: replace it by yours.\n\n"
         if self.form == "vllm":
             adapter = shlex.quote(f"{self.name}=.")
             options = f"--enable-lora --max-lora-rank {self.rank} --lora-modules {adapter}"
             line = f"vllm serve {shlex.quote(self.base)} {options}"
-            served = f"In this folder:\n\n{_code(line, language='sh')}\n\nThe same adapter in PEFT:\n\n"
+            served += f"In this folder:\n\n{_code(line, language='sh')}\n\nThe same adapter in PEFT:\n\n"
         return served + _code(*self._transformers())
 
     def _llama_cpp(self) -> list[str]:
@@ -130,8 +153,8 @@ class Card:
         return [*imports, *load, 'tokenizer = AutoTokenizer.from_pretrained(".")', *ask, *answer]
 
 
-def chosen_settings(run: Run) -> dict[str, Any]:
-    """Return the settings of a run that differ from their defaults."""
+def chosen_settings(run: Run, always: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a run that differ from their defaults, and those that are `always` of interest."""
     defaults: dict[str, Any] = dict(run.method.defaults())
     for field in dataclasses.fields(run.settings):
         if field.default is not dataclasses.MISSING:
@@ -141,15 +164,15 @@ def chosen_settings(run: Run) -> dict[str, Any]:
     return {
         name: value
         for name, value in run.to_dict().items()
-        if name not in _ELSEWHERE and (name not in defaults or defaults[name] != value) and value is not None
+        if name not in _ELSEWHERE and value is not None
+        if name in always or name not in defaults or defaults[name] != value
     }
 
 
-def settings_table(run: Run) -> str:
-    """Return the settings that were chosen as a Markdown table."""
-    return _table(
-        ("setting", "value"), ((f"`{_plain(name)}`", _plain(value)) for name, value in chosen_settings(run).items())
-    )
+def settings_table(settings: Mapping[str, Any]) -> str:
+    """Return settings as a Markdown table, files by their names alone; nothing without settings."""
+    rows = [(f"`{_plain(name)}`", _plain(_without_folder(value))) for name, value in settings.items()]
+    return _table(("setting", "value"), rows) if rows else ""
 
 
 def results_table(folder: RunFolder, run: Run) -> str:
@@ -185,6 +208,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _code(*lines: str, language: str = "python") -> str:
     return "\n".join([f"```{language}", *lines, "```"])
+
+
+def _without_folder(value: object) -> object:
+    """Return the name alone of an absolute path, which means nothing on another machine."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _plain(value: object) -> str:
