@@ -11,6 +11,9 @@ import sys
 import pytest
 from report.run_folders import write_evaluation, write_run
 
+from nalora.evaluation.answers import asked
+from nalora.tasks.own_data import OwnData
+
 ODD = "[bold]markup[/] \x1b[31mred \u202e \ud800 \x07"
 
 
@@ -89,6 +92,19 @@ def test_a_score_too_large_for_a_float_is_none(run, unequal, digits):
     code, out, err = run("show", unequal)
     assert code == 0, err
     assert "base 3 of 4 (75%) right, adapted 1 of 1 (100%) right" in out
+
+
+def test_rows_of_own_data_are_named_by_file_and_line(run, unequal, tmp_path):
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}?", "answer": str(i)}) + "\n\n" for i in range(20)))
+    examples = OwnData(str(data)).test_examples()
+    for file in unequal.glob("evaluations/**/outputs.jsonl"):
+        row = {**asked(examples[0]), "outputs": ["x"], "scores": {"exact": 1}}
+        file.write_text(json.dumps(row) + "\n")
+    line = 2 * int(examples[0].question[:-1]) + 1
+    assert f"1  questions.jsonl:{line} " in run("show", unequal)[1]
+    (shown,) = rows(run, unequal)
+    assert (shown["id"], shown["source"]) == (examples[0].id, f"questions.jsonl:{line}")
 
 
 def test_filters(run, folder):

@@ -169,7 +169,7 @@ class Judgement:
 def _print(screen: Console, row: Row, place: str, judge: Judgement) -> None:
     first = next(iter(row.values()))
     screen.print()
-    screen.print(Rule(literal(f"{place}  {first.id}"), align="left", style="dim"))
+    screen.print(Rule(literal(f"{place}  {first.source or first.id}"), align="left", style="dim"))
     asked = first.question
     screen.print(literal(asked.strip()) if asked is not None else Text("question not recorded; evaluate again", "dim"))
     for follow_up in first.follow_ups:
@@ -195,7 +195,8 @@ def _json(row: Row) -> str:
     first = next(iter(row.values()))
     answers = {model: {"outputs": answer.outputs, "scores": answer.scores} for model, answer in row.items()}
     follow_ups = {"follow_ups": first.follow_ups} if first.follow_ups else {}
-    return json_text({"id": first.id, "question": first.question, **follow_ups, "expected": first.expected, **answers})
+    named = {"id": first.id, **({"source": first.source} if first.source else {})}
+    return json_text({**named, "question": first.question, **follow_ups, "expected": first.expected, **answers})
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ class Answered:
     outputs: tuple[str, ...]
     scores: Mapping[str, float] = field(default_factory=dict)
     follow_ups: tuple[str, ...] = ()
+    source: str | None = None
 
 
 def asked(example: Example) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def asked(example: Example) -> dict[str, Any]:
     follow_ups = list(example.further_questions or example.follow_ups)
     return {
         "id": example.id,
+        **({"source": example.source} if example.source else {}),
         "question": example.prompt if whole else example.question,
         **({"follow_ups": follow_ups} if follow_ups else {}),
         "expected": example.target,
@@ -68,6 +70,7 @@ def read_answers(folder: Path) -> list[Answered]:
             answers[key] = Answered(
                 key, _text(row.get("question")), _text(row.get("expected")), tuple(map(str, outputs)),
                 _numbers(row.get("scores") or scores.get(key)), tuple(map(str, _list(row.get("follow_ups")))),
+                _text(row.get("source")),
             )  # fmt: skip
     return list(answers.values())
 

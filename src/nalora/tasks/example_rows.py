@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError, counted, listed
@@ -177,15 +178,16 @@ class ExampleRows(Sequence[Example]):
 
     def _example(self, place: int) -> Example:
         conversation = self.checked.reader(self.checked.rows[place])
+        source = Path(self.checked.rows.where(place)).name
         if not conversation.messages:
-            return Example(self._id(place), "", conversation.text)
+            return Example(self._id(place), "", conversation.text, source=source)
         messages = conversation.messages
         if self.system and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
         before, target = messages[:-1], messages[-1]["content"]
         question = next((m["content"] for m in reversed(before) if m["role"] == "user"), "")
         prompt = plain_prompt(self.checked.reader.format.name, before, question)
-        return Example(self._id(place), prompt, target, question=question, messages=messages)
+        return Example(self._id(place), prompt, target, question=question, messages=messages, source=source)
 
 
 def example_key(example: Example) -> int:

@@ -31,6 +31,8 @@ class Example:
         further_questions: the follow-ups without their template, likewise.
         facts: further data for scoring: the number, the unit tests, the label.
         messages: a conversation of several turns that ends with the target, for chat templates; empty for one question.
+        source: file and line of a row of own data, for readers: the id counts the rows of the file that it was read
+            from, also where that row is held out. Part of no comparison.
     """
 
     id: str
@@ -41,6 +43,7 @@ class Example:
     question: str = ""
     further_questions: tuple[str, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
+    source: str = field(default="", compare=False)
 
 
 # The scores of one example by the name of the measure, each from 0 to 1 unless the measure defines another range.
