@@ -264,3 +264,10 @@ def test_a_stopped_run_is_continued_by_the_command_that_is_printed(run, recipe, 
     assert not folder.exists()
     (tmp_path / "moved" / "run.yaml").write_text("method: theirs.py\nmodel: x\ntask: gsm8k\n")
     assert "add --trust" in run("train", "moved", "--resume")[2]
+
+
+def test_a_mistyped_model_is_answered_with_the_nearest_name(run, recipe, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = run("train", recipe, "model=smollm2-135")
+    assert code == 2
+    assert "did you mean smollm2-135m?" in err

@@ -125,7 +125,7 @@ def load(
         saved = load_processor(target, kind) if target.trained else None
         model = prepare(loading.load(trained_spec, processor=saved))
     except NALoRAError as error:
-        raise _with_near_names(target, error) from error
+        raise (with_near_names(target.name, error) if target.sort == "model" else error) from error
     if target.trained is None:
         return Models(model, None)
     if target.adapter is None:
@@ -217,12 +217,12 @@ def _order(folder: Path) -> tuple[int, str]:
     return checkpoints.step_in(folder.name) or 0, folder.name
 
 
-def _with_near_names(target: Target, error: NALoRAError) -> NALoRAError:
+def with_near_names(name: str, error: NALoRAError) -> NALoRAError:
     """Return the error about a model that is neither here nor on the hub, with a name that the user may have meant."""
-    if target.sort != "model" or loading.is_path(target.name):
+    if loading.is_path(name) or name in loading.NAMED:
         return error
     runs = [str(folder) for folder in (*_targets_in(_RUNS), *_targets_in(Path()))]
-    same = next((run for run in runs if Path(run).name == target.name), None)
-    near = f"did you mean {same}?" if same else did_you_mean(target.name, [*loading.NAMED, *runs], "")
+    same = next((run for run in runs if Path(run).name == name), None)
+    near = f"did you mean {same}?" if same else did_you_mean(name, [*loading.NAMED, *runs], "")
     fix = f"{near} Otherwise {error.fix}" if near else error.fix
     return NALoRAError(error.where, found=error.found, expected=error.expected, fix=fix)

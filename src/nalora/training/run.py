@@ -23,6 +23,7 @@ from nalora.runs.inputs import RunInputs, checked_tokenizer, kind_of, prepare
 from nalora.runs.progress import bars
 from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
+from nalora.runs.targets import with_near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import fused_adapters, liger_contained
 from nalora.training.batches import few_passes, make_start
@@ -70,9 +71,8 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             task = tasks.get(settings.task, data_dir=settings.data_dir, report=report, **run.task_options)
         if notice := task.notice():
             console.print(notice, highlight=False)
-        spec = settings.model_spec(kind_of(task, settings.model_spec()))
         with console.status(f"loading {settings.model}"):
-            loaded = loading.load(spec, checked_tokenizer(task, spec, settings.prompt_style))
+            loaded = _loaded(task, run)
         with bars(console, transient=True, after=1) as report:
             inputs = prepare(task, loaded, settings, report)
         for line in (*inputs.notices(settings.max_length), *few_passes(settings, len(inputs.dataset))):
@@ -82,6 +82,16 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
                 model, result, diverged_step = _train_steps(run, loaded, inputs, folder, claim, console)
             _save(run, loaded, model, folder, result, diverged_step)
         return result
+
+
+def _loaded(task: tasks.Task, run: Run) -> Loaded:
+    """Load the model to train; an error about an unknown model suggests the nearest name."""
+    settings = run.settings
+    try:
+        spec = settings.model_spec(kind_of(task, settings.model_spec()))
+        return loading.load(spec, checked_tokenizer(task, spec, settings.prompt_style))
+    except NALoRAError as error:
+        raise (with_near_names(settings.model, error) if error.where.startswith("model ") else error) from error
 
 
 def _train_steps(
