@@ -62,7 +62,6 @@ def test_the_runs_rank_alpha_and_dropout_are_the_tuners():
     assert (plain.r, plain.lora_alpha) == (4, 12)
 
 
-@GRALORA
 def test_the_runs_target_parameters_are_loras_and_no_other_tuners():
     adapter = Adapter(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
     assert methods.get("peft/lora")().config(adapter).target_parameters == ["experts.down_proj"]
@@ -70,6 +69,7 @@ def test_the_runs_target_parameters_are_loras_and_no_other_tuners():
         methods.get("peft/loha")().config(adapter)
 
 
+@GRALORA
 def test_the_same_seed_is_the_same_start():
     drawn = [
         methods.get("peft/gralora")().prepare(llama(), Adapter(rank=4), Start(seed=seed)).state_dict()
