@@ -10,6 +10,8 @@ import torch
 
 # No test needs the hub; without this a missing model is asked for again and again for a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# pytest's workers and some shells set it, and the commands would fold their tables to that width.
+os.environ.pop("COLUMNS", None)
 if not torch.cuda.is_available():
     # Triton's kernels run on the CPU through its interpreter; it must be asked for before they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -15,19 +15,21 @@ from nalora.cli import child_process
 
 # Reports the signals that it gets within 0.2 s after the first.
 CHILD = """
-import signal, sys, time
+import os, signal, sys, time
 count = 0
+def say(line):  # print() must not be interrupted by a handler that prints
+    os.write(1, line.encode() + b"\\n")
 def handle(number, frame):
     global count
     count += 1
-    print(signal.Signals(number).name, flush=True)
+    say(signal.Signals(number).name)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, handle)
-print("ready", flush=True)
+say("ready")
 while not count:
     time.sleep(0.01)
 time.sleep(0.2)
-print(f"{count} received", flush=True)
+say(f"{count} received")
 sys.exit(7)
 """
 LAUNCHER = f"""
