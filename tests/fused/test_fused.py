@@ -12,6 +12,7 @@ from nalora import NALoRAConfig, activations
 
 gated = pytest.importorskip("nalora.kernels.fused.gated")
 from nalora.kernels.fused.adapters import Adapters, cast  # noqa: E402
+from nalora.kernels.fused.frozen import DenseWeight  # noqa: E402
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights  # noqa: E402
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears  # noqa: E402
 from nalora.kernels.statistics.triton_activations import number_and_limit  # noqa: E402
@@ -39,7 +40,7 @@ def test_gated_product_and_its_gradients(activation, tokens, width, up_offset):
     assert relative(grads.u, exact_u.grad) < 1e-6
 
 
-@pytest.mark.parametrize("rank", [1, 4, 20])
+@pytest.mark.parametrize("rank", [1, 4, 20, 40])
 @pytest.mark.parametrize(("tokens", "size", "width"), [(13, 24, 40), (32, 64, 64)])
 def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
     shapes = [(rank, size), (width, rank), (rank, size), (width, rank), (rank, width), (size, rank)]
@@ -60,7 +61,7 @@ def test_lora_ffn_against_autograd_in_float64(rank, tokens, size, width):
     made = cast(
         [Adapters((a_gate, a_up), (b_gate, b_up), (2.0, 0.5)), Adapters((a_down,), (b_down,), (1.5,))], torch.float32
     )
-    weights = Weights(w_gate.to, w_up.to, w_down.to, 2.0, 0.5, 1.5, *made)
+    weights = Weights(*map(DenseWeight, (w_gate.to, w_up.to, w_down.to)), 2.0, 0.5, 1.5, *made)
     spec = gated.GateSpec(0, float("inf"), -1.0, 1.0, 0.0, False)
     y = LoRAFFN.apply(inputs[0], weights, spec, None, None, *inputs[1:])
     y.backward(dy)
@@ -78,7 +79,9 @@ def test_linear_layers_of_one_input_pass_gradcheck():
     factors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for o, r in sizes for s in ((r, 5), (o, r))]
     weights = [torch.randn(o, 5, dtype=torch.float64) for o, _ in sizes]
     biases = [None, torch.randn(4, dtype=torch.float64), None]
-    layers = tuple(FrozenLinear(w.to, bias, 1.7 + i) for i, (w, bias) in enumerate(zip(weights, biases, strict=True)))
+    layers = tuple(
+        FrozenLinear(DenseWeight(w.to), bias, 1.7 + i) for i, (w, bias) in enumerate(zip(weights, biases, strict=True))
+    )
 
     def exact(x, *factors):
         return [

@@ -14,8 +14,7 @@ import torch
 from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 
-# Returns a frozen weight [out, in] in the given dtype: stored like that, or dequantised from 4 bits.
-Weight = Callable[[torch.dtype], Tensor]
+from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight
 
 
 class Factors(NamedTuple):
@@ -53,18 +52,20 @@ def adapters_of(layers: tuple[nn.Module, ...]) -> Adapters | None:
     return None if None in adapters else Adapters(*zip(*adapters, strict=True))
 
 
-def frozen_weight(layer: nn.Module) -> Weight | None:
-    """Return the function that reads the weight below a LoRA layer; None if it is trainable or of an unknown type."""
+def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
+    """Return the weight below a LoRA layer; None if it is trainable or of an unknown type."""
     base = layer.base_layer if isinstance(layer, peft_layer.LoraLayer) else None
     if base is None or any(parameter.requires_grad for parameter in base.parameters()):
         return None
     if type(layer) is peft_layer.Linear and type(base) is nn.Linear:
-        return lambda dtype: base.weight.to(dtype)
+        return DenseWeight(lambda dtype: base.weight.to(dtype))
+    if type(layer) is peft_layer.Linear and type(base).__name__ == "FP8Linear":
+        return base.frozen_weight
     # PEFT uses its plain Linear for a 4-bit layer too if transformers did not quantise the model.
     if type(layer).__name__ in ("Linear", "Linear4bit") and type(base).__name__ == "Linear4bit":
         from bitsandbytes.functional import dequantize_4bit
 
-        return lambda dtype: dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+        return DenseWeight(lambda dtype: dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype))
     return None
 
 

@@ -2,7 +2,8 @@
 
 The Triton kernels compute z = z₀ + x_g·B_gᵀ and u = u₀ + x_u·B_uᵀ in registers. Forward reads z₀ and u₀ once and
 writes h. Backward reads z₀, u₀ and the gradient of h once and writes those of z and u; it also accumulates the three
-low-rank weight gradients that need z, u or h.
+low-rank weight gradients that need z, u or h. At high ranks those would not fit into registers: there the caller adds
+the low-rank terms by matrix products, z and u are complete, and backward writes h for the gradient that needs it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _PROGRAMS = 2048
 # The fastest of a sweep on an H200 at 4,096 × 14,336 in bf16.
 _FORWARD = Tile(16, 64, 2, 3)
 _BACKWARD = Tile(64, 64, 4, 3)
+# Three gradients of 64 channels in float32 take 48 registers of each of 128 threads at a rank of 32, 96 at 64.
+MOST_IN_REGISTERS = 32
 
 
 class GateSpec(NamedTuple):
@@ -98,8 +101,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """Write h of a part of the tokens and a block of channels; add Σ|φ′| per channel and the counts of z outside."""
     channels, in_width, part, first, last = program_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
-    b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
-    b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+    if RANK > 0:
+        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     error = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
     below = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.int32)
@@ -112,8 +116,9 @@ def _forward_kernel(
         inside = valid[:, None] & in_width[None, :]
         z = _tile(z_ptr, rows, channels, z_stride, inside, EVEN)
         u = _tile(u_ptr, rows, channels, u_stride, inside, EVEN)
-        z = tl.dot(_low_rank(xg_ptr, rows, valid, x_stride, RANK, R), b_gate, acc=z, input_precision="ieee")
-        u = tl.dot(_low_rank(xu_ptr, rows, valid, x_stride, RANK, R), b_up, acc=u, input_precision="ieee")
+        if RANK > 0:
+            z = tl.dot(_low_rank(xg_ptr, rows, valid, x_stride, RANK, R), b_gate, acc=z, input_precision="ieee")
+            u = tl.dot(_low_rank(xu_ptr, rows, valid, x_stride, RANK, R), b_up, acc=u, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         _store(h_ptr, rows, channels, width, phi * u, inside, EVEN)
@@ -137,23 +142,27 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     dh_ptr, z_ptr, u_ptr, dz_ptr, du_ptr, xg_ptr, xu_ptr, e_ptr, bg_ptr, bu_ptr, ad_ptr,
-    dbg_ptr, dbu_ptr, dad_ptr,
+    dbg_ptr, dbu_ptr, dad_ptr, h_ptr,
     tokens, width, tokens_per_part, limit, up_offset,
-    z_stride, u_stride, x_stride, dh_stride,
+    z_stride, u_stride, x_stride, dh_stride, out_stride,
     NUMBER: tl.constexpr, LIMITED: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr,
     RANK: tl.constexpr, R: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of z, u, B_g, B_u and A_d of a part of the tokens and a block of channels."""
+    """Write the gradients of z, u, B_g, B_u and A_d of a part of the tokens and a block of channels.
+
+    With a rank of 0 write those of z and u, and h.
+    """
     channels, in_width, part, first, last = program_share(tokens, width, tokens_per_part, BLOCK_CHANNELS)
     j = tl.arange(0, R)
     in_factor = in_width[None, :] & (j < RANK)[:, None]
-    b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
-    b_up = _factor(bu_ptr, channels, in_width, RANK, R)
-    a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
-    d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
-    d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
-    d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+    if RANK > 0:
+        b_gate = _factor(bg_ptr, channels, in_width, RANK, R)
+        b_up = _factor(bu_ptr, channels, in_width, RANK, R)
+        a_down = tl.load(ad_ptr + j[:, None] * width + channels[None, :], mask=in_factor, other=0.0)
+        d_gate = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+        d_up = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
+        d_down = tl.zeros([R, BLOCK_CHANNELS], tl.float32)
     for start in tl.range(first, last, BLOCK_TOKENS, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
         valid = rows < last
@@ -161,40 +170,53 @@ def _backward_kernel(
         z = _tile(z_ptr, rows, channels, z_stride, inside, EVEN)
         u = _tile(u_ptr, rows, channels, u_stride, inside, EVEN)
         dh = _tile(dh_ptr, rows, channels, dh_stride, inside, EVEN)
-        x_gate = _low_rank(xg_ptr, rows, valid, x_stride, RANK, R)
-        x_up = _low_rank(xu_ptr, rows, valid, x_stride, RANK, R)
-        e = _low_rank(e_ptr, rows, valid, RANK, RANK, R)
-        z = tl.dot(x_gate, b_gate, acc=z, input_precision="ieee")
-        u = tl.dot(x_up, b_up, acc=u, input_precision="ieee")
-        dh = tl.dot(e, a_down, acc=dh, input_precision="ieee")
+        if RANK > 0:
+            x_gate = _low_rank(xg_ptr, rows, valid, x_stride, RANK, R)
+            x_up = _low_rank(xu_ptr, rows, valid, x_stride, RANK, R)
+            e = _low_rank(e_ptr, rows, valid, RANK, RANK, R)
+            z = tl.dot(x_gate, b_gate, acc=z, input_precision="ieee")
+            u = tl.dot(x_up, b_up, acc=u, input_precision="ieee")
+            dh = tl.dot(e, a_down, acc=dh, input_precision="ieee")
         u += up_offset
         phi, derivative = phi_and_derivative(z, limit, NUMBER, LIMITED, FAST)
         dz = dh * u * derivative
         du = dh * phi
-        _store(dz_ptr, rows, channels, width, dz, inside, EVEN)
-        _store(du_ptr, rows, channels, width, du, inside, EVEN)
-        # Rows beyond the end are zero in x and e; channels beyond the width are not stored.
-        d_gate = tl.dot(tl.trans(x_gate), dz.to(x_gate.dtype), acc=d_gate, input_precision="ieee")
-        d_up = tl.dot(tl.trans(x_up), du.to(x_up.dtype), acc=d_up, input_precision="ieee")
-        d_down = tl.dot(tl.trans(e), (phi * u).to(e.dtype), acc=d_down, input_precision="ieee")
-    at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
-    tl.store(dbg_ptr + at, d_gate, mask=in_factor)
-    tl.store(dbu_ptr + at, d_up, mask=in_factor)
-    tl.store(dad_ptr + at, d_down, mask=in_factor)
+        _store(dz_ptr, rows, channels, out_stride, dz, inside, EVEN)
+        _store(du_ptr, rows, channels, out_stride, du, inside, EVEN)
+        if RANK > 0:
+            # Rows beyond the end are zero in x and e; channels beyond the width are not stored.
+            d_gate = tl.dot(tl.trans(x_gate), dz.to(x_gate.dtype), acc=d_gate, input_precision="ieee")
+            d_up = tl.dot(tl.trans(x_up), du.to(x_up.dtype), acc=d_up, input_precision="ieee")
+            d_down = tl.dot(tl.trans(e), (phi * u).to(e.dtype), acc=d_down, input_precision="ieee")
+        else:
+            _store(h_ptr, rows, channels, width, phi * u, inside, EVEN)
+    if RANK > 0:
+        at = part.to(tl.int64) * RANK * width + j[:, None] * width + channels[None, :]
+        tl.store(dbg_ptr + at, d_gate, mask=in_factor)
+        tl.store(dbu_ptr + at, d_up, mask=in_factor)
+        tl.store(dad_ptr + at, d_down, mask=in_factor)
 
 
 def forward(
-    z: Tensor, u: Tensor, spec: GateSpec, low_rank: LowRank, sums: Sums | None = None, mask: Tensor | None = None
+    z: Tensor,
+    u: Tensor,
+    spec: GateSpec,
+    low_rank: LowRank | None,
+    sums: Sums | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Return h for z₀ and u₀ of shape [tokens, width]; add the unmasked tokens to `sums`, if given."""
+    """Return h for z₀ and u₀ of shape [tokens, width]; add the unmasked tokens to `sums`, if given.
+
+    Without `low_rank`, z and u are complete.
+    """
     tokens, width = z.shape
     parts = sums.tokens.shape[0] if sums else _parts(tokens, width, _FORWARD)
     h = torch.empty(tokens, width, dtype=z.dtype, device=z.device)
     _forward_kernel[triton.cdiv(width, _FORWARD.channels), parts](
-        z, u, h, mask, *low_rank, *(sums or (None,) * 3),
+        z, u, h, mask, *(low_rank or (None,) * 4), *(sums or (None,) * 3),
         tokens, width, sums.outside.shape[1] if sums else 0, tokens_per_part(tokens, parts, _FORWARD.tokens),
         spec.lower, spec.upper, spec.limit, spec.up_offset,
-        z.stride(0), u.stride(0), low_rank.x_gate.stride(0),
+        z.stride(0), u.stride(0), low_rank.x_gate.stride(0) if low_rank else 0,
         COUNT=sums is not None, UTILITY=spec.utility, WITH_MASK=mask is not None,
         **_options(_FORWARD, z, spec, low_rank),
     )  # fmt: skip
@@ -212,33 +234,66 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    dh: Tensor, z: Tensor, u: Tensor, spec: GateSpec, low_rank: LowRank, down: tuple[Tensor, Tensor]
+    dh: Tensor,
+    z: Tensor,
+    u: Tensor,
+    spec: GateSpec,
+    low_rank: LowRank,
+    down: tuple[Tensor, Tensor],
+    *,
+    together: bool = False,
 ) -> Gradients:
     """Return the gradients for dh of shape [tokens, width].
 
     Args:
-        dh: gradient of h without the down adapter's share; it is overwritten by the gradient of z.
+        dh: gradient of h without the down adapter's share; unless `together`, the gradient of z overwrites it.
         z: z₀ as given to `forward`.
         u: u₀ as given to `forward`.
         spec: the block.
         low_rank: as given to `forward`.
         down: (e, A_d): the output's gradient through the scaled B_d, [tokens, rank], and A_d, [rank, width].
+        together: whether the gradients of z and u are the halves of one matrix.
     """
-    tokens, width = z.shape
-    parts = _parts(tokens, width, _BACKWARD)
-    dz, du = dh, torch.empty_like(u)
+    parts, rank = _parts(*z.shape, _BACKWARD), low_rank.b_gate.shape[1]
     e, a_down = down
-    rank = low_rank.b_gate.shape[1]
-    factors = [torch.empty(parts, rank, width, dtype=torch.float32, device=z.device) for _ in range(3)]
+    factors = [torch.empty(parts, rank, z.shape[1], dtype=torch.float32, device=z.device) for _ in range(3)]
     x_gate, x_up, b_gate, b_up = low_rank
-    _backward_kernel[triton.cdiv(width, _BACKWARD.channels), parts](
-        dh, z, u, dz, du, x_gate, x_up, e, b_gate, b_up, a_down, *factors,
-        tokens, width, tokens_per_part(tokens, parts, _BACKWARD.tokens), spec.limit, spec.up_offset,
-        z.stride(0), u.stride(0), x_gate.stride(0), dh.stride(0),
-        **_options(_BACKWARD, z, spec, low_rank),
-    )  # fmt: skip
+    dz, du = _outputs(dh, together)
+    pointers = (x_gate, x_up, e, b_gate, b_up, a_down, *factors, None)
+    _launch_backward(dh, z, u, dz, du, spec, low_rank, pointers)
     d_gate, d_up, d_down = (parts_of_factor.sum(0) for parts_of_factor in factors)
     return Gradients(dz, du, d_gate.T, d_up.T, d_down)
+
+
+def backward_of_complete(
+    dh: Tensor, z: Tensor, u: Tensor, spec: GateSpec, *, together: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of z and u, and h, for complete z, u and dh; the other arguments are those of `backward`."""
+    dz, du = _outputs(dh, together)
+    h = torch.empty_like(u)
+    _launch_backward(dh, z, u, dz, du, spec, None, (*(None,) * 9, h))
+    return dz, du, h
+
+
+def _outputs(dh: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+    if not together:
+        return dh, torch.empty_like(dh)
+    tokens, width = dh.shape
+    left, right = torch.empty(tokens, 2 * width, dtype=dh.dtype, device=dh.device).split(width, dim=1)
+    return left, right
+
+
+def _launch_backward(
+    dh: Tensor, z: Tensor, u: Tensor, dz: Tensor, du: Tensor, spec: GateSpec, low_rank: LowRank | None, pointers
+) -> None:
+    tokens, width = z.shape
+    parts = _parts(tokens, width, _BACKWARD)
+    _backward_kernel[triton.cdiv(width, _BACKWARD.channels), parts](
+        dh, z, u, dz, du, *pointers,
+        tokens, width, tokens_per_part(tokens, parts, _BACKWARD.tokens), spec.limit, spec.up_offset,
+        z.stride(0), u.stride(0), low_rank.x_gate.stride(0) if low_rank else 0, dh.stride(0), dz.stride(0),
+        **_options(_BACKWARD, z, spec, low_rank),
+    )  # fmt: skip
 
 
 def _parts(tokens: int, width: int, tile: Tile) -> int:
@@ -246,9 +301,9 @@ def _parts(tokens: int, width: int, tile: Tile) -> int:
     return min(triton.cdiv(_PROGRAMS, triton.cdiv(width, tile.channels)), triton.cdiv(tokens, tile.tokens))
 
 
-def _options(tile: Tile, z: Tensor, spec: GateSpec, low_rank: LowRank) -> dict[str, object]:
+def _options(tile: Tile, z: Tensor, spec: GateSpec, low_rank: LowRank | None) -> dict[str, object]:
     """Return the compile-time arguments of both kernels."""
-    rank = low_rank.b_gate.shape[1]
+    rank = low_rank.b_gate.shape[1] if low_rank else 0
     # Tensor cores need at least 16 columns.
     sizes = {"RANK": rank, "R": max(16, triton.next_power_of_2(rank)), "EVEN": has_full_tiles(z, tile)}
     return {**sizes, **tile.options(z, spec.number, spec.limit)}

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from nalora.kernels.fused.adapters import (
     StepFactors,
-    Weight,
     adapters_of,
     frozen_weight,
     only_adapter,
     replace_forward,
 )
+from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
 
 
@@ -88,7 +88,7 @@ class LinearGroup:
     A layer that is called with another tensor nevertheless is computed again: more work, never a wrong result.
     """
 
-    def __init__(self, weights: dict[nn.Module, Weight], factors: StepFactors) -> None:
+    def __init__(self, weights: dict[nn.Module, FrozenWeight], factors: StepFactors) -> None:
         self.weights, self.factors = weights, factors
         factors.groups.append(tuple(weights))
         self.input: weakref.ref[Tensor] | None = None

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nalora.kernels.fused.adapters import Factors, Weight
+from nalora.kernels.fused.adapters import Factors
+from nalora.kernels.fused.frozen import FrozenWeight, Rows, input_gradient
 
 
 class FrozenLinear(NamedTuple):
     """The frozen weight and bias below a LoRA layer, and its LoRA scaling α/r."""
 
-    weight: Weight
+    weight: FrozenWeight
     bias: Tensor | None
     scaling: float
 
@@ -67,13 +68,13 @@ class LoRALinears(torch.autograd.Function):
             *parameters: A₁, B₁, A₂, B₂, …, which get the gradients.
         """
         dtype = factors.a.dtype
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        projected = rows @ factors.a.T
+        rows = Rows(x.reshape(-1, x.shape[-1]).to(dtype))
+        projected = rows.tensor @ factors.a.T
         outputs = []
         for low, b, layer in zip(_columns(projected, factors.b), factors.b, layers, strict=True):
-            y = low @ b.T if layer.bias is None else torch.addmm(layer.bias.to(dtype), low, b.T)
-            outputs.append(y.addmm_(rows, layer.weight(dtype).T).view(*x.shape[:-1], -1))
-        ctx.save_for_backward(rows, projected, factors.a, *factors.b)
+            y = layer.weight.adapted_product(rows, low, b, layer.bias)
+            outputs.append(y.view(*x.shape[:-1], -1))
+        ctx.save_for_backward(rows.tensor, projected, factors.a, *factors.b)
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, parameters[0].dtype)
         return tuple(outputs)
@@ -93,10 +94,7 @@ class LoRALinears(torch.autograd.Function):
             db.append(None if dy is None else product_as(dy.T, low, factor_dtype))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = through @ a
-            for dy, layer in zip(grads, ctx.layers, strict=True):
-                if dy is not None:
-                    dx.addmm_(dy, layer.weight(rows.dtype))
+            dx = input_gradient([layer.weight for layer in ctx.layers], grads, through, a)
             dx = dx.view(ctx.shape).to(x_dtype)
         ranks, scalings = [factor.shape[1] for factor in b], [layer.scaling for layer in ctx.layers]
         da = scaled_rows(product_as(through.T, rows, factor_dtype), ranks, scalings)
