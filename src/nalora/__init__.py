@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from nalora import activations
     from nalora.config import NALoRAConfig, ProjectionScale
     from nalora.control.controller import NALoRAController, attach
+    from nalora.control.fused_model import fuse
     from nalora.errors import NALoRAError
     from nalora.integrations.trainer import attach_trainer
 
@@ -22,6 +23,7 @@ __all__ = [
     "activations",
     "attach",
     "attach_trainer",
+    "fuse",
 ]
 
 
@@ -31,6 +33,7 @@ _HOMES = {
     "ProjectionScale": "config",
     "NALoRAController": "control.controller",
     "attach": "control.controller",
+    "fuse": "control.fused_model",
     "NALoRAError": "errors",
     "attach_trainer": "integrations.trainer",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from nalora.control.plan import Plan
 from nalora.control.window import GateWindow
 from nalora.distributed.shards import cuts_rows, is_data_parallel, is_offloaded, is_sharded
 from nalora.errors import NALoRAError, missing_package, require
+from nalora.kernels.statistics.engines import triton_runs_on
 
 
 def check_arguments(model: Any, config: Any, kernels: str) -> None:
@@ -58,9 +58,9 @@ def check_plan(plan: Plan, kernels: str) -> None:
                 expected="one controller per model",
                 fix="call detach() on the first one",
             )
-    for planned in plan.blocks if kernels == "fused" and os.environ.get("TRITON_INTERPRET") != "1" else ():
+    for planned in plan.blocks if kernels == "fused" else ():
         device, _ = planned.block.statistics_kind
-        if device.type != "cuda":
+        if not triton_runs_on(device):
             raise NALoRAError(
                 planned.block.name,
                 found=f"a block on {device} with kernels='fused'",

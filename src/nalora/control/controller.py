@@ -17,6 +17,7 @@ from nalora.control import checkpoint, checks, deepspeed
 from nalora.control.apply import Control, multiply_gradients, multiply_updates, snapshot
 from nalora.control.blocks import Discovery, find_blocks
 from nalora.control.expert_observer import ExpertsObserver
+from nalora.control.fused_model import fused_layers
 from nalora.control.gate_taps import Tap
 from nalora.control.hooks import hook_steps
 from nalora.control.metrics import measure
@@ -53,7 +54,7 @@ def attach(
         config: the settings; by default the paper's.
         kernels: ``"auto"`` chooses how statistics are computed, ``"off"`` uses the reference implementation; both leave
             the model's arithmetic unchanged. ``"fused"`` also computes FFNs and LoRA layers as single functions on a
-            GPU.
+            GPU; for a model that `nalora.fuse` has fused, ``"auto"`` does so too.
         **settings: fields of `NALoRAConfig`, such as ``apply_to="update"``, in place of `config`.
 
     Raises:
@@ -76,15 +77,29 @@ class NALoRAController:
         checks.check_arguments(model, config, kernels)
         self.config = config or NALoRAConfig()
         self.model = unwrapped(model)
+        # Fused layers hide their gates; they come back when the controller is detached.
+        self._fused_before = fused_layers(self.model)
+        if self._fused_before is not None:
+            kernels = "fused" if kernels == "auto" and self._fused_before.ffns else kernels
+            self._fused_before.remove()
         self._kernels = kernels
+        self._undo: list[Callable[[], None]] = []
+        self._optimizer: Optimizer | None = None
+        self._unhook_optimizer: list[Callable[[], None]] = []
+        try:
+            self._start(model)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _start(self, model: nn.Module) -> None:
+        """Find the blocks and hook them; `model` is the model as it was passed, with its wrappers."""
+        kernels = self._kernels
         checks.check_not_flattened(self.model)
         self.plan: Plan = make_plan(find_blocks(self.model), self.config, kernels)
         checks.check_plan(self.plan, kernels)
         checks.check_sharding(self.model, self.plan)
 
-        self._optimizer: Optimizer | None = None
-        self._unhook_optimizer: list[Callable[[], None]] = []
-        self._undo: list[Callable[[], None]] = []
         self._wrapper_ranks = ranks_of(model)
         self._ranks: dist.ProcessGroup | None = None
         self._window = StepWindow(self.plan.blocks)
@@ -288,6 +303,8 @@ class NALoRAController:
         for undo in self._undo:
             undo()
         self._undo = []
+        if self._fused_before is not None:
+            self._fused_before.install()
 
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Call `undo` when the controller is detached."""

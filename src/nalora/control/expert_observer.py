@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from nalora.control.blocks import FFNBlock
 from nalora.control.experts import Experts, Order, Rows
 from nalora.control.gate_taps import Tap, tap
-from nalora.control.hooks import inert_hook
 from nalora.control.tokens import TokenMask
 from nalora.control.window import GateWindow
 from nalora.distributed.shards import is_sharded
 from nalora.errors import NALoRAError
+from nalora.kernels.inert_hook import inert_hook
 from nalora.kernels.statistics import Accumulate
 from nalora.kernels.statistics.by_expert import accumulate_by_expert
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from nalora.control.hooks import inert_hook
+from nalora.kernels.inert_hook import inert_hook
 
 # Called with a tensor and whether it holds the outputs of gate and up (True) or the gate's alone, z (False).
 See = Callable[[Tensor, bool], None]

@@ -82,12 +82,3 @@ def hook_steps(
         optimizer.register_step_post_hook(after).remove,
         wrap_method(optimizer, "zero_grad", after=zeroed),
     ]
-
-
-def inert_hook() -> Callable[..., None]:
-    """Return the hook that a deep copy or a pickle of a model gets in place of an active one."""
-    return _ignore
-
-
-def _ignore(*_: Any) -> None:
-    """Do nothing."""

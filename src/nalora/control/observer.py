@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nalora.control.blocks import FFNBlock
-from nalora.control.hooks import inert_hook
 from nalora.control.replica import feature_sizes
 from nalora.control.tokens import TokenMask
 from nalora.control.window import GateWindow
 from nalora.distributed.shards import is_sharded
 from nalora.errors import NALoRAError
+from nalora.kernels.inert_hook import inert_hook
 from nalora.kernels.statistics import Accumulate, Sums
 
 _keys = itertools.count()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from nalora.control.gate_taps import Tap
-from nalora.control.hooks import inert_hook
 from nalora.errors import NALoRAError
+from nalora.kernels.inert_hook import inert_hook
 
 # Where transformers stores the checkpoint function of a module.
 _CHECKPOINT = "_gradient_checkpointing_func"

@@ -7,14 +7,17 @@ forward pass begins, and the LoRA scaling is folded into A.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight
+from nalora.kernels.inert_hook import inert_hook
 
 
 class Factors(NamedTuple):
@@ -69,10 +72,34 @@ def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
     return None
 
 
+class ReplacedForward:
+    """The forward of one module instance. A deep copy or a pickle of the module has the forward of its class."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        self.module = module
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the function that replaces the forward."""
+        output: Tensor = self.__wrapped__(*args, **kwargs)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return forward_of_class(memo[id(self.module)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return forward_of_class, (self.module,)
+
+
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward that the module has without a replaced one."""
+    return MethodType(type(module).forward, module)
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Callable[[], None]:
     """Replace the forward of this one module; return a function that restores it."""
     before = vars(module).get("forward")
-    module.forward = forward
+    module.forward = ReplacedForward(module, forward)
 
     def restore() -> None:
         if before is None:
@@ -108,15 +135,16 @@ class StepFactors:
 
     def __init__(self) -> None:
         self.groups: list[tuple[nn.Module, ...]] = []
-        self._begin_or_end(False)
+        self.begin_or_end(False)
 
     def attach(self, model: nn.Module) -> list[Callable[[], None]]:
         """Register hooks for the beginning and the end of the model's forward pass; return functions to remove them."""
-        begin = model.register_forward_pre_hook(lambda *_: self._begin_or_end(True))
-        end = model.register_forward_hook(lambda *_: self._begin_or_end(False), always_call=True)
+        begin = model.register_forward_pre_hook(_PassHook(self, True))
+        end = model.register_forward_hook(_PassHook(self, False), always_call=True)
         return [begin.remove, end.remove]
 
-    def _begin_or_end(self, in_pass: bool) -> None:
+    def begin_or_end(self, in_pass: bool) -> None:
+        """Note that a forward pass of the model begins or ends; results of the one before are dropped."""
         self._in_pass = in_pass
         self._dtype: torch.dtype | None = None
         self._cast: dict[tuple[nn.Module, ...], Factors] = {}
@@ -131,3 +159,17 @@ class StepFactors:
         if self._dtype is dtype and layers in self._cast:
             return self._cast[layers]
         return cast([adapters], dtype)[0]
+
+
+class _PassHook:
+    """Marks the beginning or the end of the model's forward pass; a copy of the model gets an inert hook."""
+
+    def __init__(self, factors: StepFactors, begins: bool) -> None:
+        self.factors, self.begins = factors, begins
+
+    def __call__(self, *_: Any) -> None:
+        """Begin or end the pass."""
+        self.factors.begin_or_end(self.begins)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inert_hook, ()

@@ -27,7 +27,7 @@ class Rows:
         """Return function(tensor); later calls with the same function return the same object."""
         if function not in self._derived:
             self._derived[function] = function(self.tensor)
-        return self._derived[function]  # type: ignore[return-value]
+        return self._derived[function]
 
 
 class FrozenWeight(ABC):

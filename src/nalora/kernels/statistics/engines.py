@@ -58,6 +58,11 @@ def choose(
     return Engine("reference", reference.accumulate)
 
 
+def triton_runs_on(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on this device: a GPU, or any in its interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _can_compile(device: torch.device) -> bool:
     return (device.type == "cuda" and _has_triton()) or (device.type == "cpu" and _has_cpp_compiler())
 

@@ -1,0 +1,208 @@
+"""Fused LoRA layers for any PEFT model, without NA-LoRA: `nalora.fuse`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from nalora.control.blocks import FFNBlock, find_blocks
+from nalora.control.fused_check import Agreement, compare, loss_and_gradients
+from nalora.control.observer import is_observed
+from nalora.distributed.wrappers import unwrapped
+from nalora.errors import NALoRAError, require
+from nalora.kernels.fused.adapters import StepFactors, frozen_weight
+from nalora.kernels.fused.linears import fuse_adapters
+
+Base = Literal["keep", "fp8"]
+_ATTRIBUTE = "nalora_layers"
+
+
+def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> FusedModel:
+    """Compute the LoRA layers of a model by fused functions from now on: less time and memory, the same results.
+
+    A gated FFN with its three adapters is one function on a GPU, and linear layers that share an input are one.
+    Training loop, Trainer, saving and loading do not change. Calls that the fused functions do not support
+    (evaluation, disabled or merged adapters, dropout, DoRA) use PEFT's own layers; `print` of the result lists layers
+    to which that applies.
+
+    Args:
+        model: any model with PEFT LoRA layers.
+        base: ``"fp8"`` also converts the weights of frozen linear layers to FP8 (e4m3, one scale per output), which
+            changes the model's outputs slightly; output layers are left as they are. The adapter that is trained is
+            meant for the model in its own precision.
+        keep_base: whether FP8's original weights are kept on the host, so that `undo` can put them back.
+
+    Raises:
+        NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8.
+    """
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
+    is_model = isinstance(model, nn.Module) and any(isinstance(module, LoraLayer) for module in model.modules())
+    fix = "model = peft.get_peft_model(model, peft.LoraConfig(target_modules='all-linear'))"
+    found = f"a {type(model).__name__} without LoRA layers" if isinstance(model, nn.Module) else type(model).__name__
+    if not is_model:
+        raise NALoRAError("fuse(model)", found=found, expected="a torch.nn.Module with PEFT LoRA layers", fix=fix)
+    require(base in ("keep", "fp8"), "fuse(base=…)", base, "'keep' or 'fp8'", "leave base out")
+    if fused_layers(model) is not None:
+        found, fix = "a model that is fused already", "call undo() on the result of the first call"
+        raise NALoRAError("fuse(model)", found=found, expected="one call for each model", fix=fix)
+    if any(is_observed(module) for module in model.modules()):
+        found, fix = "a model with NA-LoRA attached", "call fuse(model) before attach"
+        raise NALoRAError("fuse(model)", found=found, expected="a model without a controller", fix=fix)
+    return FusedModel(model, base=base, keep_base=keep_base)
+
+
+def fused_layers(model: nn.Module) -> FusedModel | None:
+    """Return the result of the `fuse` that is in effect for a model."""
+    layers: FusedModel | None = vars(model).get(_ATTRIBUTE)
+    return layers
+
+
+class FusedModel:
+    """The fused layers of one model; created by `fuse`."""
+
+    def __init__(self, model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> None:
+        self.model = model
+        self._blocks = _fusable_blocks(model)
+        self._base = None
+        if base == "fp8":
+            from nalora.kernels.fused.fp8_base import convert  # Triton may not be installed
+
+            self._base = convert(model, keep=keep_base)
+        self._undo: list[Callable[[], None]] = []
+        self.install()
+        setattr(model, _ATTRIBUTE, self)
+
+    def install(self) -> None:
+        """Replace the forwards of the layers, if they are not replaced already."""
+        if self._undo:
+            return
+        factors = StepFactors()
+        self.ffns: list[FFNBlock] = []
+        for block in self._blocks:
+            from nalora.control.fused_ffn import fuse_ffn  # Triton may not be installed
+
+            if (restore := fuse_ffn(block, factors)) is not None:
+                self._undo.append(restore)
+                self.ffns.append(block)
+        in_ffns = {projection.module for block in self.ffns for projection in block.projections.values()}
+        self._undo += fuse_adapters(self.model, factors, frozenset(in_ffns))
+
+    def remove(self) -> None:
+        """Restore PEFT's forwards; a base in FP8 stays."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def undo(self) -> None:
+        """Restore PEFT's layers, and the base in its own precision.
+
+        Raises:
+            NALoRAError: a base in FP8 whose original weights were not kept, or NA-LoRA is attached.
+        """
+        self._refuse_controller("undo()")
+        if self._base is not None and not self._base.can_restore:
+            raise NALoRAError(
+                "undo()",
+                found="a base in FP8 whose original weights were not kept",
+                expected="fuse(model, base='fp8', keep_base=True), which keeps them on the host",
+                fix="save the adapter with save_pretrained and load it onto a freshly loaded model",
+            )
+        self.remove()
+        if self._base is not None:
+            self._base.restore()
+        vars(self.model).pop(_ATTRIBUTE, None)
+
+    def check(self, batch: Mapping[str, Any]) -> Agreement:
+        """Compare loss and gradients with those of PEFT's layers on a batch of yours; print and return the differences.
+
+        Both passes use the same random state. Gradients that the model holds are kept. Call it inside your autocast
+        context, if you train in one. A base in FP8 is compared with the base in its own precision if `keep_base` was
+        given, else with PEFT's layers on the same FP8 base.
+
+        Args:
+            batch: arguments of the model, labels included, on its device.
+
+        Raises:
+            NALoRAError: a batch for which the model returns no loss, or NA-LoRA is attached, which would count it.
+        """
+        self._refuse_controller("check(batch)")
+        ours = loss_and_gradients(self.model, batch)
+        restored = self._base is not None and self._base.can_restore
+        self.remove()
+        try:
+            if restored and self._base is not None:
+                with self._base.in_own_precision():
+                    theirs = loss_and_gradients(self.model, batch)
+            else:
+                theirs = loss_and_gradients(self.model, batch)
+        finally:
+            self.install()
+        reference = "PEFT's layers" if self._base is None or restored else "PEFT's layers on the same FP8 base"
+        agreement = compare(ours, theirs, reference)
+        print(agreement)
+        return agreement
+
+    def _refuse_controller(self, where: str) -> None:
+        if any(is_observed(module) for module in self.model.modules()):
+            found, fix = "NA-LoRA attached to the model", "call detach() on its controller first"
+            raise NALoRAError(where, found=found, expected="no controller", fix=fix)
+
+    def __str__(self) -> str:
+        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+        left = {layer: reason for layer in layers if (reason := why_left_to_peft(layer))}
+        fused = [layer for layer in layers if layer not in left]
+        in_ffns = {projection.module for block in self.ffns for projection in block.projections.values()}
+        lines = [
+            f"Fused layers: {len(fused)} of {len(layers)} LoRA layers, {len(in_ffns & set(fused))} of them in"
+            f" {len(self.ffns)} FFNs that are one function each"
+        ]
+        if self._base is not None:
+            count, base = len(self._base.converted), self._base
+            memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"
+            kept = ", originals kept on the host" if base.can_restore else ""
+            error = f"rounding changes the weights by {base.error:.1%} of their norm"
+            lines.append(f"  base in FP8: {count} linear layers, {memory}{kept}; {error}")
+            lines += [f"  base not in FP8: {len(names)} layers: {reason}" for reason, names in base.left.items()]
+        lines += [f"  left to PEFT: {number} layers: {reason}" for reason, number in Counter(left.values()).items()]
+        if self._blocks and not in_ffns:
+            lines.append("  FFNs are computed layer by layer: no Triton, or a form that is not fused")
+        return "\n".join(lines)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has PEFT's own forwards."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def why_left_to_peft(layer: LoraLayer) -> str:
+    """Return why training passes through PEFT's own forward of a LoRA layer; empty if it is fused."""
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if frozen_weight(layer) is None:
+        trained = any(parameter.requires_grad for parameter in layer.base_layer.parameters())
+        kind = f"{type(layer.base_layer).__name__} below {type(layer).__name__}"
+        return "the base weight is trained" if trained else f"{kind} is not supported"
+    if len(active) != 1 or layer.merged or layer.disable_adapters:
+        return f"{len(active)} active adapters" if len(active) != 1 else "its adapter is merged or disabled"
+    (name,) = active
+    if name in layer.lora_variant:
+        return f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} is not plain LoRA"
+    if layer.lora_B[name].bias is not None:
+        return "lora_bias"
+    return "lora_dropout in training" if getattr(layer.lora_dropout[name], "p", 0) else ""
+
+
+def _fusable_blocks(model: nn.Module) -> list[FFNBlock]:
+    """Return the FFN blocks to fuse: none without Triton, or if a gate is observed by a controller."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    try:
+        blocks = find_blocks(model).blocks
+    except NALoRAError:  # another kind of adapter
+        return []
+    return [block for block in blocks if not any(is_observed(p.module) for p in block.projections.values())]
