@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 
-from nalora.control.hooks import hook_steps, inert_hook, wrap_method
+from nalora.control.hooks import hook_steps, wrap_method
+from nalora.kernels.inert_hook import inert_hook
 
 
 class Counter:

@@ -70,8 +70,8 @@ def test_training_is_that_of_pefts_layers(rank, checkpointing):
 def test_ffns_and_groups_are_fused_and_undone():
     model = llama()
     layers = nalora.fuse(model)
-    # An FFN and four attention layers in each of two decoder layers.
-    assert len(replaced(model)) == 2 * (1 + 4)
+    # An FFN and seven linear layers in each of two decoder layers.
+    assert len(replaced(model)) == 2 * (1 + 7)
     assert "14 of 14 LoRA layers, 6 of them in 2 FFNs" in str(layers)
     layers.undo()
     assert not replaced(model)
@@ -111,7 +111,7 @@ def test_the_check_measures_the_users_own_batch(capsys):
     assert agreement.lowest_cosine > 0.99999
     assert "PEFT's layers" in capsys.readouterr().out
     assert all(torch.equal(p.grad, b) for p, b in zip(tiny.trainable(model), before, strict=True))
-    assert len(replaced(model)) == 10
+    assert len(replaced(model)) == 16
     with pytest.raises(nalora.NALoRAError, match="add labels"):
         layers.check({"input_ids": batch()["input_ids"]})
 
@@ -175,7 +175,7 @@ def test_na_lora_on_a_fused_model(base):
     assert 0 < controller.metrics()["mask_mean"] <= 1
     assert controller._window.groups[0].tokens.tolist() == [0, 0]  # committed
     controller.detach()
-    assert len(replaced(model)) == 10
+    assert len(replaced(model)) == 16
     assert not any(module._forward_hooks for module in model.base_model.modules())
 
 

@@ -15,8 +15,8 @@ from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
 from nalora.training.run import train
 
-# How many layers the tiny model's calls compute together: query, key and value; the output; gate and up; down.
-TOGETHER = {3, 2, 1}
+# How many layers the tiny model's calls compute together: query, key and value; the output. FFNs are one function.
+TOGETHER = {3, 1}
 METHODS = [
     {"method": "lora"},
     {"method": "rslora"},

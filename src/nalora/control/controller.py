@@ -28,6 +28,8 @@ from nalora.control.window import StepWindow
 from nalora.distributed.shards import clip_grad_norm_, sharing_processes
 from nalora.distributed.wrappers import ranks_of, unwrapped
 from nalora.errors import NALoRAError
+from nalora.kernels.fused.linears import fuse_adapters
+from nalora.kernels.statistics.engines import has_triton, triton_runs_on
 
 _ADAM_NOTICE = (
     "Adam cancels a constant factor of its gradients (a factor of 0.1 leaves 0.9999 of the update), so in"
@@ -80,7 +82,8 @@ class NALoRAController:
         # Fused layers hide their gates; they come back when the controller is detached.
         self._fused_before = fused_layers(self.model)
         if self._fused_before is not None:
-            kernels = "fused" if kernels == "auto" and self._fused_before.ffns else kernels
+            device = next(self.model.parameters()).device
+            kernels = "fused" if kernels == "auto" and has_triton() and triton_runs_on(device) else kernels
             self._fused_before.remove()
         self._kernels = kernels
         self._undo: list[Callable[[], None]] = []
@@ -110,6 +113,8 @@ class NALoRAController:
             from nalora.control.fused_ffn import fuse  # Triton may not be installed
 
             self._undo += fuse(self.model, self.plan, self._observers)
+        elif self._fused_before is not None:
+            self._undo += fuse_adapters(self.model)
 
     # ---- observe -------------------------------------------------------------------------------------------------
 

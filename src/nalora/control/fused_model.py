@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from nalora.distributed.wrappers import unwrapped
 from nalora.errors import NALoRAError, require
 from nalora.kernels.fused.adapters import StepFactors, frozen_weight
 from nalora.kernels.fused.linears import fuse_adapters
+from nalora.kernels.statistics.engines import has_triton
 
 Base = Literal["keep", "fp8"]
 _ATTRIBUTE = "nalora_layers"
@@ -89,8 +89,8 @@ class FusedModel:
             if (restore := fuse_ffn(block, factors)) is not None:
                 self._undo.append(restore)
                 self.ffns.append(block)
-        in_ffns = {projection.module for block in self.ffns for projection in block.projections.values()}
-        self._undo += fuse_adapters(self.model, factors, frozenset(in_ffns))
+        # The layers of an FFN too: on a CPU it is computed layer by layer.
+        self._undo += fuse_adapters(self.model, factors)
 
     def remove(self) -> None:
         """Restore PEFT's forwards; a base in FP8 stays."""
@@ -199,7 +199,7 @@ def why_left_to_peft(layer: LoraLayer) -> str:
 
 def _fusable_blocks(model: nn.Module) -> list[FFNBlock]:
     """Return the FFN blocks to fuse: none without Triton, or if a gate is observed by a controller."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return []
     try:
         blocks = find_blocks(model).blocks

@@ -66,6 +66,7 @@ class RunSettings:
     gradient_checkpointing: bool = False
     cuda_graphs: bool = False
     fused_adapters: bool = False
+    base: Literal["fp8"] | None = None
     liger: bool = False
     log_every: int = 10
     save_every: int = 0

@@ -55,6 +55,8 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"batch_size: {batch} is not a multiple of micro_batch_size, {micro}")
     if values.get("fused_adapters") is True and values.get("kernels") == "fused":
         problems.append("fused_adapters: true with kernels: fused, which also fuses them; remove one of the two")
+    if values.get("base") == "fp8" and values.get("quantise"):
+        problems.append(f"base: fp8 with quantise: {values['quantise']}; remove one of the two")
     return problems
 
 

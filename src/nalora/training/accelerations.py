@@ -1,4 +1,4 @@
-"""Optional accelerations of a training: CUDA graphs, Liger's kernels and fused adapters.
+"""Optional accelerations of a training: CUDA graphs and Liger's kernels.
 
 CUDA graphs replay the forward and backward passes of small models, whose steps otherwise wait for Python. Optimizer,
 clipping, control and logging stay the Trainer's own, so every method can be trained this way.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.distributed import processes
 from nalora.errors import NALoRAError, missing_package
 from nalora.kernels.cuda_graphs import GraphedStep
 from nalora.models.attention import unmasked_attention
@@ -94,19 +93,3 @@ def liger_contained(model: nn.Module) -> Iterator[None]:
         for kind, forward in forwards.items():
             if vars(kind)["forward"] is not forward:
                 setattr(kind, "forward", forward)  # noqa: B010 - of a class that mypy does not know
-
-
-@contextlib.contextmanager
-def fused_adapters(trainer: Any) -> Iterator[None]:
-    """Compute the trainer's adapters as single functions while it trains; raise NALoRAError for several processes."""
-    if (count := processes.count()) > 1:
-        fix = "leave fused_adapters out"
-        raise NALoRAError("fused_adapters: true", found=f"{count} processes", expected="one", fix=fix)
-    from nalora.kernels.fused.linears import fuse_adapters
-
-    undo = fuse_adapters(trainer.model)
-    try:
-        yield
-    finally:
-        for put_back in undo:
-            put_back()

@@ -36,6 +36,7 @@ from nalora.runs.values import refuse_missing_loggers
 from nalora.runs.writable import refuse_unwritable
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
 from nalora.training.batches import Split, split_batch
+from nalora.training.fused_layers import refuse_unless_fp8_fits
 from nalora.training.memory import Memory, estimate
 
 # Rows whose lengths are looked at: a larger data set is tokenised again for every look.
@@ -150,6 +151,8 @@ def _check_hardware(run: Run, found: DryRun) -> None:
     found.split = split = split_batch(settings)
     if settings.liger:
         refuse_unless_liger_runs(device)
+    if settings.base == "fp8":
+        refuse_unless_fp8_fits(run, device)
     if settings.cuda_graphs:
         dtype = settings.dtype or default_dtype(device)
         refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
@@ -186,7 +189,7 @@ def _prepare_model(run: Run, found: DryRun) -> None:
         accumulated=split.accumulated,
         autocast=None if dtype == "float32" else getattr(torch, dtype),
         checkpointing=settings.gradient_checkpointing,
-        quantise=settings.quantise,
+        quantise=settings.quantise or settings.base,
     )
     _estimate_disk(run, found)
 

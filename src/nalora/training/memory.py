@@ -24,7 +24,7 @@ from nalora.errors import first_line
 from nalora.models.attention import without_cache
 
 # Bytes per parameter of bitsandbytes' layers: NF4 has a float32 scale for every 64 values.
-_QUANTISED = {"4bit": 0.5 + 4 / 64, "8bit": 1.0}
+_QUANTISED = {"4bit": 0.5 + 4 / 64, "8bit": 1.0, "fp8": 1.0}
 # Values that an optimizer stores per trained value; AdamW's two for all others.
 _STATES = {"sgd": 0, "adafactor": 0, "muon": 1, "lion": 1, "rmsprop": 1, "adagrad": 1}
 
@@ -84,7 +84,7 @@ def estimate(
         accumulated: the number of passes in a step; from the second on, gradients exist already.
         autocast: the type that the Trainer computes in; None for that of the weights.
         checkpointing: whether activations are recomputed in the backward pass.
-        quantise: ``4bit``, ``8bit`` or None.
+        quantise: ``4bit``, ``8bit``, ``fp8`` or None.
     """
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -25,12 +25,13 @@ from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
 from nalora.runs.targets import with_near_names
 from nalora.runs.values import refuse_missing_loggers
-from nalora.training.accelerations import fused_adapters, liger_contained
+from nalora.training.accelerations import liger_contained
 from nalora.training.batches import few_passes, make_start
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
+from nalora.training.fused_layers import fused_layers, refuse_unless_fp8_fits
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.trainer import make_trainer
 
@@ -57,6 +58,8 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     device = resolve_device(settings.device)
     refuse_missing_loggers(settings.report_to)
     processes.init_process_group(device)
+    if settings.base == "fp8":
+        refuse_unless_fp8_fits(run, device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
     with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:
@@ -98,7 +101,7 @@ def _train_steps(
     run: Run, loaded: Loaded, inputs: RunInputs, folder: RunFolder, claim: Claim, console: Console
 ) -> tuple[nn.Module, dict[str, Any], int | None]:
     """Return the trained model, its result, and the step from which it diverged, if it did."""
-    settings, checkpoint = run.settings, claim.checkpoint
+    settings = run.settings
     with bars(console, transient=True) as report:
         start = make_start(settings, inputs.dataset, inputs.collator, loaded.device, folder.start, report)
         folder.start.mkdir(exist_ok=True)
@@ -107,9 +110,26 @@ def _train_steps(
     if is_first_process() and folder.start != folder.path:
         with contextlib.suppress(OSError):  # the method has written start files
             folder.start.rmdir()
-    if step_of(checkpoint) >= start.steps:
+    with fused_layers(model, run, console):
+        result, diverged_step = _train_prepared(run, loaded, inputs, folder, claim, console, model, start.steps)
+    return model, result, diverged_step
+
+
+def _train_prepared(
+    run: Run,
+    loaded: Loaded,
+    inputs: RunInputs,
+    folder: RunFolder,
+    claim: Claim,
+    console: Console,
+    model: nn.Module,
+    steps: int,
+) -> tuple[dict[str, Any], int | None]:
+    """Train a model that has its adapter; return the result, and the step from which it diverged, if it did."""
+    settings, checkpoint = run.settings, claim.checkpoint
+    if step_of(checkpoint) >= steps:
         # Killed before its result was written: from the checkpoint of the last step transformers would train one more.
-        checkpoint = folder.latest_checkpoint(before=start.steps)
+        checkpoint = folder.latest_checkpoint(before=steps)
     record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title)
     trainer = make_trainer(settings, model, inputs.dataset, inputs.collator, [record, stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
@@ -127,10 +147,7 @@ def _train_steps(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        with (
-            processes.report_lost_process(lambda: trainer.state.global_step),
-            fused_adapters(trainer) if settings.fused_adapters else contextlib.nullcontext(),
-        ):
+        with processes.report_lost_process(lambda: trainer.state.global_step):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except processes.LostProcessError:
         stop.keep_handlers()
@@ -152,7 +169,7 @@ def _train_steps(
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if torch.cuda.is_available() else None,
         **inputs.summary(),
     }
-    return model, result, diverged_step
+    return result, diverged_step
 
 
 def _save(

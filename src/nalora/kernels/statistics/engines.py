@@ -46,7 +46,7 @@ def choose(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kernels == "off" or dtype != torch.float32:
         return Engine("reference", reference.accumulate)
-    if device.type == "cuda" and _has_triton():
+    if device.type == "cuda" and has_triton():
         from nalora.kernels.statistics import triton_activations, triton_engine
 
         if triton_activations.number_and_limit(activation) is not None:
@@ -64,10 +64,11 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 def _can_compile(device: torch.device) -> bool:
-    return (device.type == "cuda" and _has_triton()) or (device.type == "cpu" and _has_cpp_compiler())
+    return (device.type == "cuda" and has_triton()) or (device.type == "cpu" and _has_cpp_compiler())
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
