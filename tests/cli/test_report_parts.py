@@ -57,7 +57,7 @@ def test_the_page_is_written_too_where_it_is_requested(report, folder, tmp_path)
     assert "page.html" in out
 
 
-@pytest.mark.parametrize("option", ["--figures", "--paper-figures", "--tables"])
+@pytest.mark.parametrize("option", ["--figures", "--paper-figures"])
 def test_a_study_has_none_of_these(report, tmp_path, option):
     (tmp_path / "study.yaml").write_text("name: some\n")
     code, _, err = report(tmp_path / "study.yaml", option, tmp_path / "f")
@@ -79,7 +79,7 @@ def test_no_run_is_one_line(report, tmp_path):
     assert "no such folder" in err
 
 
-@pytest.mark.parametrize("option", ["--figures", "--paper-figures", "--tables"])
+@pytest.mark.parametrize("option", ["--figures", "--paper-figures"])
 def test_a_folder_that_is_a_symbolic_link_is_refused(report, folder, tmp_path, option):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")

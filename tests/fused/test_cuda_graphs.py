@@ -85,3 +85,25 @@ def test_a_capture_that_finds_no_memory_is_reported_and_blames_no_step(monkeypat
     graphed.step, graphed._stream, graphed._memory, graphed._parameters = step, None, None, []
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         graphed._capture({})
+
+
+def test_shapes_beyond_the_most_run_eagerly_and_this_is_logged_once(caplog):
+    graphed = object.__new__(GraphedStep)
+    graphed.warmup, graphed.warm_later, graphed.most_shapes, graphed._is_logged = 2, 1, 2, False
+    graphed._eager_steps, graphed._captured = {}, {}
+
+    def eager(shape):
+        """Whether the next step of a shape runs eagerly; a shape that does not is captured."""
+        found = graphed._runs_eagerly(shape)
+        if not found:
+            graphed._captured.setdefault(shape, None)
+        return found
+
+    assert [eager("a") for _ in range(4)] == [True, True, False, False]
+    assert [eager("b") for _ in range(3)] == [True, False, False]
+    assert not caplog.records
+    assert [eager("c") for _ in range(3)] == [True, True, True]
+    assert eager("d")
+    assert not eager("a")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "pad_to_multiple_of" in caplog.text

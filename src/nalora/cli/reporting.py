@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...|STUDY.yaml|NAME", help="Folders of runs, a folder of such folders, or a study."),
+        typer.Argument(
+            metavar="RUN...|STUDY.yaml...|NAME...", help="Folders of runs, a folder of such folders, or a study."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -33,7 +35,10 @@ def report(
         Path | None, typer.Option(metavar="DIR", help="Instead of the page, write the paper's two diagnostic figures.")
     ] = None,
     tables: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Instead of the page, write tables.md and tables.tex.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Instead of the page, write tables.md and tables.tex; several studies get one."
+        ),
     ] = None,
     store: Annotated[Path, typer.Option(help="Folder of the runs of a study.")] = Path("runs/store"),
     trust: Trust = False,
@@ -45,13 +50,26 @@ def report(
     """
     hush_libraries()
     screen = console()
-    if len(runs) == 1 and _is_study(runs[0]):
-        if figures or paper_figures or tables:
+    if all(map(_is_study, runs)):
+        if figures or paper_figures:
             raise NALoRAError(
                 str(runs[0]),
-                found="a study with --figures, --paper-figures or --tables",
+                found="a study with --figures or --paper-figures",
                 expected="folders of runs for these options",
                 fix=f"leave them out, or give {store}/KEY for the runs that you want",
+            )
+        if tables is not None:
+            from nalora.studies.page import write_tables_of
+
+            for file in write_tables_of(runs, store, tables, trust=trust):
+                print(file)
+            return
+        if len(runs) > 1:
+            raise NALoRAError(
+                ", ".join(map(str, runs)),
+                found=f"{len(runs)} studies",
+                expected="one study for a page",
+                fix="add --tables DIR for their combined tables, or give one study",
             )
         from nalora.studies.page import write_page_of
 

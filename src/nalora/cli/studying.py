@@ -46,7 +46,9 @@ def study(
         "runs/store"
     ),
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try runs again that failed before.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs that can start now; start none.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs that can start now and estimate GPU hours; start none.")
+    ] = False,
     known: Annotated[
         bool, typer.Option("--so-far", help="Print the answer from the runs finished so far; start none.")
     ] = False,
@@ -56,8 +58,9 @@ def study(
     Exits with 1 if runs are missing because they failed, after all others are done and the answer is written.
     """
     hush_libraries()
-    from nalora.studies import answer
+    from nalora.studies import answer, combined
     from nalora.studies.conduct import conduct, so_far
+    from nalora.studies.cost import estimate
     from nalora.studies.signals import StoppedBySignal
     from nalora.studies.store import Store
     from nalora.studies.study import read
@@ -72,6 +75,7 @@ def study(
             screen.print(Text(f"{job.key}  {job.label}"))
         total, arms = counted(before.total, "run"), counted(len(described.arms), "arm")
         screen.print(f"{total} in all, {len(jobs):,} of them can start now, {arms}", highlight=False)
+        screen.print(Text(estimate(before.schedule, before.results).sentence(per_gpu)))
         return
     if any(len(arm.seeds) > 1 for arm in described.arms):
         from nalora.evaluation.significance import scipy_stats
@@ -86,6 +90,7 @@ def study(
             _refuse_missing_data(jobs)
     _make_writable(store)
     answer.refuse_foreign_files(described.name, store)
+    combined.refuse_foreign_files(described.name, store)
     if known:
         _print_answer(screen, before, store)
         return
@@ -149,19 +154,24 @@ def _make_writable(store: Path) -> None:
 
 
 def _print_answer(screen: Any, progress: Any, store: Path) -> None:
-    """Print the answer and write it into the store."""
-    from nalora.studies import answer
+    """Print the answer and write it into the store, with the combined tables of a study of several combinations."""
+    from nalora.studies import answer, combined
 
     results = answer.answer(progress.schedule, progress.results, progress.failed)
     page = answer.write(results, store)
+    tables = combined.write(combined.Answered(progress.schedule.study, results), store)
     # As a Text, since names of arms and files may look like rich's markup.
     screen.print(Text(results.markdown()))
+    if tables is not None:
+        screen.print(Text(tables[0].read_text(encoding="utf-8")))
     for job in progress.missing:
         error, log = progress.failed[job.key], store / f"{job.key}.log"
         screen.print(Text(f"Missing: {job.label} ({job.key}): {error} (see {log})"))
     if progress.missing:
         screen.print(Text("Fix the cause, then start the study again with --retry-failed."))
     screen.print(Text(f"Answer: {page}"))
+    if tables is not None:
+        screen.print(Text(f"Combined tables: {tables[0]}, {tables[1]}"))
 
 
 class FinishedRuns:

@@ -21,6 +21,7 @@ from nalora.control.controller import NALoRAController
 from nalora.control.hooks import wrap_method
 from nalora.distributed.wrappers import flattens_parameters
 from nalora.errors import NALoRAError, refuse_first
+from nalora.integrations.graphed_trainer import graph_trainer
 from nalora.models.versions import require_fsdp2_resume
 
 METRIC_PREFIX = "nalora/"
@@ -31,6 +32,7 @@ def attach_trainer(
     config: NALoRAConfig | None = None,
     *,
     kernels: Kernels = "auto",
+    cuda_graphs: bool = False,
     **settings: Unpack[Settings],
 ) -> NALoRAController:
     """Train the LoRA adapters of a Trainer's model with NA-LoRA.
@@ -47,6 +49,8 @@ def attach_trainer(
         trainer: a `transformers.Trainer` or any subclass, with a PEFT model.
         config: the settings; by default the paper's.
         kernels: how statistics are computed, see `nalora.attach`.
+        cuda_graphs: whether forward and backward passes are replayed from CUDA graphs, for small models on a GPU, whose
+            steps otherwise wait for Python (see `nalora.integrations.graphed_trainer.graph_trainer`).
         **settings: fields of `NALoRAConfig`, such as ``apply_to="update"``, in place of `config`.
 
     Raises:
@@ -56,6 +60,8 @@ def attach_trainer(
     controller = NALoRAController(trainer.model, config_of("attach_trainer", config, settings), kernels=kernels)
     try:
         _Binding(trainer, controller).install()
+        if cuda_graphs:
+            controller.on_detach(graph_trainer(trainer))
     except NALoRAError:
         controller.detach()
         raise

@@ -6,6 +6,7 @@ A captured step is replayed by a single call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from nalora.errors import NALoRAError
 
 Batch = Mapping[str, Tensor]
+_log = logging.getLogger("nalora")
 
 
 class _Captured(NamedTuple):
@@ -54,6 +56,7 @@ class GraphedStep:
         warmup: eager steps of the first shape, which create optimizer state and compile kernels.
         warm_later: eager steps of every later shape; an eager step needs memory in addition to the graphs'.
         gradients_of: the parameters that get gradients, if the step leaves them for the caller.
+        most_shapes: how many shapes are captured; batches of other shapes run eagerly, which is logged once.
 
     Raises:
         NALoRAError: there is no CUDA device, or the step cannot be captured.
@@ -65,6 +68,7 @@ class GraphedStep:
         warmup: int = 3,
         warm_later: int | None = None,
         gradients_of: Iterable[Tensor] = (),
+        most_shapes: int | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise NALoRAError(
@@ -75,6 +79,7 @@ class GraphedStep:
             )
         self.step, self._parameters = step, list(gradients_of)
         self.warmup, self.warm_later = warmup, warmup if warm_later is None else warm_later
+        self.most_shapes, self._is_logged = most_shapes, False
         # All on one stream: autograd runs backward on the stream on which it first used a parameter.
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
@@ -86,8 +91,7 @@ class GraphedStep:
         shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if self._eager_steps.setdefault(shape, 0) < (self.warm_later if self._captured else self.warmup):
-                self._eager_steps[shape] += 1
+            if self._runs_eagerly(shape):
                 loss = self.step(batch)
             else:
                 if shape not in self._captured:
@@ -101,6 +105,25 @@ class GraphedStep:
                 loss = captured.loss.clone()
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
+
+    def _runs_eagerly(self, shape: tuple[object, ...]) -> bool:
+        """Return whether this step of a shape runs eagerly, and count it if so."""
+        if shape in self._captured:
+            return False
+        if self.most_shapes is not None and len(self._captured) >= self.most_shapes:
+            if not self._is_logged:
+                self._is_logged = True
+                _log.warning(
+                    "nalora: batches of %d shapes have been captured as CUDA graphs; batches of other shapes run"
+                    " eagerly. Pad batches to fewer shapes, such as by pad_to_multiple_of=64 in the collator.",
+                    self.most_shapes,
+                )
+            return True
+        eager_steps = self._eager_steps.get(shape, 0)
+        if eager_steps >= (self.warm_later if self._captured else self.warmup):
+            return False
+        self._eager_steps[shape] = eager_steps + 1
+        return True
 
     def _capture(self, batch: Batch) -> _Captured:
         """Record the step without computing it."""
@@ -119,7 +142,7 @@ class GraphedStep:
                 "GraphedStep",
                 found=f"a step that cannot be captured: {str(error).splitlines()[0]}",
                 expected="a step that reads nothing back from the GPU and an optimizer with capturable=True",
-                fix="remove .item(), print and logging from the step, or call the step function itself",
+                fix="remove .item(), print and logging from the step, or run it without CUDA graphs",
             ) from error
         gradients = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         return _Captured(graph, inputs, loss, gradients)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.files import python_files
 from nalora.methods import peft_registry, peft_tuners
 from nalora.methods.method import Adapter, Method, Start
 
-__all__ = ["Adapter", "Method", "Start", "costs", "get", "names"]
+__all__ = ["Adapter", "Method", "Start", "costs", "get", "measured_steps", "names"]
 
 
 @functools.cache
@@ -50,4 +51,14 @@ def get(name: str) -> type[Method]:
 def costs() -> dict[str, dict[str, float]]:
     """Return measured step time and memory relative to LoRA, as `benchmarks/methods_page.py` writes them."""
     measured: dict[str, dict[str, float]] = json.loads(Path(__file__).with_name("costs.json").read_text("utf-8"))
+    return measured
+
+
+@functools.cache
+def measured_steps() -> dict[str, dict[str, Any]]:
+    """Return the measured milliseconds of a step and seconds of a start, by setting and method.
+
+    `benchmarks/methods_page.py` writes them from the measured rows.
+    """
+    measured: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("steps.json").read_text("utf-8"))
     return measured

@@ -40,6 +40,12 @@ def grouped_attention(model: nn.Module) -> contextlib.AbstractContextManager[Non
     return _attention(model, "nalora_grouped_sdpa", grouped_sdpa, sdpa_mask)
 
 
+def attends_without_mask(model: nn.Module) -> bool:
+    """Return whether `unmasked_attention` changes this model: a plain decoder that uses `sdpa`."""
+    implementation = getattr(getattr(base_of(model), "config", None), "_attn_implementation", None)
+    return implementation == "sdpa" and is_plain_decoder(model)
+
+
 def unmasked_attention(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let a plain decoder that uses `sdpa` attend without a mask, for batches padded on the right."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -52,11 +58,10 @@ def _attention(
     model: nn.Module, name: str, attention: Callable[..., Any], mask: Callable[..., Tensor | None]
 ) -> Iterator[None]:
     """Register an attention function and its mask function with transformers, and use them inside the context."""
-    inner: Any = base_of(model)
-    before = getattr(getattr(inner, "config", None), "_attn_implementation", None)
-    if before != "sdpa" or not is_plain_decoder(model):
+    if not attends_without_mask(model):
         yield
         return
+    inner: Any = base_of(model)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -65,7 +70,7 @@ def _attention(
     try:
         yield
     finally:
-        inner.set_attn_implementation(before)
+        inner.set_attn_implementation("sdpa")
 
 
 def grouped_sdpa(

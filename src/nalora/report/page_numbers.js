@@ -41,7 +41,7 @@ function literal(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;").replace(/\n/g, "<br>");
 }
 // A long name in lines, so that a hover label stays on the page.
-const inLines = (text, most = 40) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
+const inLines = (text, most = 32) => String(text).match(new RegExp(`[^]{1,${most}}`, "gu"))?.join("\n") ?? "";
 // The short form of a name, which is unique among runs and arms.
 const brief = (name) => report.labels[name] ?? name;
 // The short form at an axis, in lines so that the chart keeps its width.

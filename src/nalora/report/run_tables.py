@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,33 @@ from nalora.report.comparisons import base_summary
 from nalora.report.data import RunData, with_comparable_evaluations
 from nalora.report.naming import row_labels, seed_of
 from nalora.report.sentences import measures_of, score, tasks_of
-from nalora.report.tables import Column, Record, Table, columns_of, latex, markdown, tabulate
+from nalora.report.tables import Column, Record, Table, columns_of, escape_markdown, latex, markdown, tabulate
 from nalora.tasks.text_measures import title_of
 
 _FILES = ("tables.md", "tables.tex")
+_NOT_IN_LABELS = re.compile(r"[^\w]+")
 
 
 def write_tables(runs: Sequence[RunData], folder: Path) -> list[Path]:
     """Write tables.md and tables.tex; raise NALoRAError if one of them is a file that nalora did not write."""
+    return write_into(run_tables(runs), folder)
+
+
+def write_into(tables: Mapping[str, Table], folder: Path) -> list[Path]:
+    """Write tables by title as tables.md and tables.tex; raise NALoRAError if one of them is a file of others."""
     refuse_foreign_tables(folder)
     files = [folder / name for name in _FILES]
-    tables = run_tables(runs)
-    in_markdown = [f"## {name}\n\n{markdown(table)}" for name, table in tables.items()]
-    in_latex = [latex(table, f"tab:{name.lower().replace(' ', '-')}") for name, table in tables.items()]
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.write(files[0], "\n".join([f"<!-- {outputs.TEXT} -->\n", *in_markdown]))
-    atomic.write(files[1], "\n".join([f"% {outputs.TEXT}\n", *in_latex]))
+    write_files(tables, *files)
     return files
+
+
+def write_files(tables: Mapping[str, Table], markdown_file: Path, latex_file: Path) -> None:
+    """Write tables by title as Markdown and as LaTeX."""
+    in_markdown = [f"## {escape_markdown(name)}\n\n{markdown(table)}" for name, table in tables.items()]
+    in_latex = [latex(table, f"tab:{_NOT_IN_LABELS.sub('-', name.lower())}") for name, table in tables.items()]
+    atomic.write(markdown_file, "\n".join([f"<!-- {outputs.TEXT} -->\n", *in_markdown]))
+    atomic.write(latex_file, "\n".join([f"% {outputs.TEXT}\n", *in_latex]))
 
 
 def refuse_foreign_tables(folder: Path) -> None:

@@ -7,6 +7,7 @@ behind it. Two equal methods get a wrong mark in 5 % of the tables, more of them
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from nalora.report.naming import brief, tidy
 _SCHEME = re.compile(r"\b(https?|ftp|mailto|xmpp):", re.IGNORECASE)
 _WWW = re.compile(r"\b(www)\.", re.IGNORECASE)
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "seconds", "memory", "gib", "error")
-_TEST = "(Student's t-test, paired by seed, Holm-corrected, p ≤ 0.05)"
+TEST = "(Student's t-test, paired by seed, Holm-corrected, p ≤ 0.05)"
 Mark = Literal["best", "second", ""]
 
 
@@ -46,6 +47,7 @@ class Column:
     title: str = ""  # of the column; the name where empty
     lower: bool | None = None  # whether lower is better; None judges by the name (loss, seconds, memory, …)
     scale: float = 1.0  # a factor of the values, 100 for a share in percent
+    group: str = ""  # a heading above neighbouring columns, such as their model
     ranked: bool = True  # False for a measure that is neither good nor bad: no arrow, no marks
 
     @property
@@ -157,6 +159,8 @@ def columns_of(records: Sequence[Record], *, ranked: bool = True) -> list[Column
 def markdown(table: Table) -> str:
     """Return a GitHub-flavoured table with its caption below."""
     head, rows, caption = _escaped(table, escape_markdown, {"best": "**{}**", "second": "<u>{}</u>", "": "{}"})
+    groups = ["", *(f"{escape_markdown(column.group)}: " if column.group else "" for column in table.columns)]
+    head = [group + title for group, title in zip(groups, head, strict=True)]
     lines = [head, ["---", *("---:" for _ in table.columns)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{caption}\n"
 
@@ -173,6 +177,7 @@ def latex(table: Table, label: str = "tab:results") -> str:
         rf"  \label{{{label}}}",
         rf"  \begin{{tabular}}{{l{'c' * len(table.columns)}}}",
         r"    \toprule",
+        *_latex_groups(table.columns),
         rf"   {' & '.join(head)} \\",
         r"    \midrule",
         *(rf"    {' & '.join(row)} \\" for row in rows),
@@ -181,6 +186,19 @@ def latex(table: Table, label: str = "tab:results") -> str:
         r"\end{table}",
         "",
     ])  # fmt: skip
+
+
+def _latex_groups(columns: Sequence[Column]) -> list[str]:
+    """Return the line of headings above the columns' own, with a rule below each; none without groups."""
+    if not any(column.group for column in columns):
+        return []
+    heads, rules, first = [], [], 2  # the first column has the rows' labels
+    for group, members in itertools.groupby(columns, key=lambda column: column.group):
+        last = first + len(list(members)) - 1
+        heads.append(rf"\multicolumn{{{last - first + 1}}}{{c}}{{{escape_latex(group)}}}")
+        rules.append(rf"\cmidrule(lr){{{first}-{last}}}" if group else "")
+        first = last + 1
+    return [rf"    & {' & '.join(heads)} \\", f"    {' '.join(filter(None, rules))}"]
 
 
 def _escaped(
@@ -239,11 +257,11 @@ def _legend(rows: Mapping[str, Sequence[Cell]], columns: Sequence[Column], undec
     if all(len(cell.values) < FEWEST_SEEDS for cell in cells):
         return f"Nothing is marked: fewer than {FEWEST_SEEDS} seeds cannot show a significant difference."
     if not any(cell.mark for cell in cells):
-        return f"Nothing is marked: no row is significantly better than every other {_TEST}."
+        return f"Nothing is marked: no row is significantly better than every other {TEST}."
     second = ", underlined: than every row behind it" if any(cell.mark == "second" for cell in cells) else ""
     unmarked = f" No mark for {', '.join(undecided)}." if undecided else ""
     columnwise = " Each column on its own." if len(columns) > 1 else ""
-    return f"Bold: significantly better than every other row{second} {_TEST}.{columnwise}{unmarked}"
+    return f"Bold: significantly better than every other row{second} {TEST}.{columnwise}{unmarked}"
 
 
 def _decimals(cells: Sequence[Cell]) -> int:

@@ -86,17 +86,18 @@ class Study:
 
     def arms_in(self, combination: Mapping[str, Any]) -> list[Arm]:
         """Return the arms with the learning rates of each: its own, the combination's, or the study's."""
-        rates = self._settings_of(combination).get(RATES, self.learning_rates)
+        rates = self.settings_of(combination).get(RATES, self.learning_rates)
         return [replace(arm, learning_rates=arm.learning_rates or tuple(map(float, rates))) for arm in self.arms]
 
     def run(self, combination: Mapping[str, Any], arm: Arm, learning_rate: float, seed: int) -> Run:
         """Return one run of the study; its folder is not set."""
-        combined = {name: value for name, value in self._settings_of(combination).items() if name != RATES}
+        combined = {name: value for name, value in self.settings_of(combination).items() if name != RATES}
         own = {"learning_rate": learning_rate, "seed": seed, "validation_size": self.validation_size}
         where = f"study {self.name!r}, arm {arm.name!r}"
         return check({**self.settings, **combined, **arm.settings, **own}, where=where)
 
-    def _settings_of(self, combination: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of(self, combination: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that a combination stands for."""
         settings: dict[str, Any] = {}
         for name, value in combination.items():
             values = self.over[name]

@@ -1,7 +1,6 @@
-"""Optional accelerations of a training: CUDA graphs and Liger's kernels.
+"""Optional accelerations of a run: Liger's kernels, and which runs can use CUDA graphs.
 
-CUDA graphs replay the forward and backward passes of small models, whose steps otherwise wait for Python. Optimizer,
-clipping, control and logging stay the Trainer's own, so every method can be trained this way.
+The graphs themselves are in `integrations/graphed_trainer.py`, which serves any Trainer.
 """
 
 from __future__ import annotations
@@ -9,43 +8,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nalora.errors import NALoRAError, missing_package
-from nalora.kernels.cuda_graphs import GraphedStep
-from nalora.models.attention import unmasked_attention
 from nalora.runs.settings import RunSettings
-
-_WARMUP = 2
-
-
-def graph_passes(trainer: Any) -> None:
-    """Replay the passes of a trainer that is about to train, whose batches are padded on the right."""
-    plain = trainer.training_step
-
-    def one_pass(batch: Mapping[str, Tensor]) -> Tensor:
-        inputs = {name: tensor for name, tensor in batch.items() if name != "num_items_in_batch"}
-        with unmasked_attention(trainer.model):
-            loss: Tensor = plain(trainer.model_wrapped, inputs, batch.get("num_items_in_batch"))
-        return loss
-
-    trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    step = GraphedStep(one_pass, warmup=_WARMUP, warm_later=0, gradients_of=trainable)
-
-    def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        batch = trainer._prepare_inputs(inputs)
-        if num_items_in_batch is not None:
-            batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, device=trainer.args.device)
-        loss = step(batch)
-        if (controller := getattr(trainer, "nalora_controller", None)) is not None:
-            controller.note_replay()
-        return loss
-
-    trainer.training_step = training_step
 
 
 def refuse_unless_graphs_fit(settings: RunSettings, device: str, dtype: str, accumulated: int, processes: int) -> None:

@@ -20,6 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from nalora.control.tokens import IGNORED_LABEL
+from nalora.integrations.replayable import replayable
 from nalora.models.versions import counts_first_labels, require_fsdp2_resume
 from nalora.training.batches import FilledBatches
 
@@ -39,6 +40,7 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         # In both cases the labels of a step are counted, and the losses of its passes add up to the step's.
         self.model_accepts_loss_kwargs = True
 
+    @replayable
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:

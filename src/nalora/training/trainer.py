@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from nalora.methods.optimizers import MUON, muon
 from nalora.models.compatibility import best_device, default_dtype
 from nalora.runs.settings import RunSettings
-from nalora.training.accelerations import graph_passes, refuse_unless_graphs_fit, refuse_unless_liger_runs
+from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
 from nalora.training.batches import LikeLengths, split_batch
 
 _LIGER_WITHOUT_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
@@ -29,6 +29,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     from transformers import TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
+    from nalora.integrations.graphed_trainer import graph_trainer
     from nalora.training.run_trainer import RunTrainer
 
     split = split_batch(settings)
@@ -93,5 +94,6 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         order = LikeLengths(dataset.lengths, settings.batch_size, settings.seed)
         trainer._get_train_sampler = lambda *_: order
     if settings.cuda_graphs:
-        graph_passes(trainer)
+        # A run's collator pads on the right, to multiples of 64 tokens, so all its shapes are captured at once.
+        graph_trainer(trainer, right_padded=True, most_shapes=None, eager_first=0)
     return trainer
