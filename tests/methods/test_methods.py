@@ -65,7 +65,7 @@ PUBLISHED = {
     }),
     "block-lora": ("2505.20355", {"ratio": 1.0, "blocks": 2}),
     "dora": ("2402.09353", {}),
-    "full": ("–", {}),
+    "full": ("–", {"trained_modules": None}),
     "gora": ("2502.12171", {
         "gamma": 0.05, "gradient_batches": 32, "min_rank": 4, "max_rank": 32, "ratio": 16.0, "gradient_memory": 4.0,
     }),

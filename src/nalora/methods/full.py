@@ -1,4 +1,4 @@
-"""Full fine-tuning: every weight is trained."""
+"""Full fine-tuning: every weight is trained, or those of named modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from torch import nn
 
 from nalora.errors import NALoRAError
 from nalora.methods.method import Adapter, Method, Start
+from nalora.models.target_modules import matching_modules
 
 
 @dataclass(frozen=True)
 class Full(Method):
-    """The whole model is trained, without an adapter."""
+    """The model itself is trained, without an adapter.
+
+    Args:
+        trained_modules: names or name endings of the modules whose weights are trained, or ``all-linear`` for all
+            linear layers except the head (default: every weight, with embeddings, head and norms).
+    """
 
     name = "full"
     title = "full fine-tuning"
@@ -21,8 +27,12 @@ class Full(Method):
     trains_the_model = True
     not_under_na_lora = "there is no adapter whose steps could be controlled"
 
+    trained_modules: str | list[str] | None = None
+
     def prepare(self, model: nn.Module, adapter: Adapter, start: Start) -> nn.Module:
-        """Make every weight trainable, in float32 or wider. Raises NALoRAError for quantised weights.
+        """Make the weights trainable, in float32 or wider; all others are frozen, in float32 as well.
+
+        Raises NALoRAError for quantised weights, and for a name that no module has.
 
         A step of 2e-5 is less than half the spacing of bfloat16 values around 0.02, so 16-bit weights would round most
         of the training away. Under the Trainer's autocast, products are still computed in 16 bits.
@@ -37,7 +47,12 @@ class Full(Method):
         for parameter in model.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
-        return model.requires_grad_(True)
+        if self.trained_modules is None:
+            return model.requires_grad_(True)
+        model.requires_grad_(False)
+        for name in matching_modules(model, self.trained_modules, "trained_modules"):
+            model.get_submodule(name).requires_grad_(True)
+        return model
 
 
 METHODS = (Full,)

@@ -1,9 +1,9 @@
-"""The run's optimizer for a method's own parameter groups."""
+"""The run's optimizer for parameter groups: a method's own, or those with a factor on the learning rate."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -73,3 +73,54 @@ def named_optimizer(trainer: Any, groups: list[dict[str, Any]]) -> Optimizer:
         )
     optimizer: Optimizer = kind(groups, **settings)
     return optimizer
+
+
+def refuse_own_groups(method: str, own: Optimizer | None) -> None:
+    """Raise NALoRAError if the method has its own optimizer, whose parameter groups have their learning rates."""
+    if own is not None:
+        raise NALoRAError(
+            "learning_rate_factors",
+            found=f"method {method!r}, which sets the learning rates of its parameters itself",
+            expected="a method that leaves the optimizer to the run, such as lora or peft/lora",
+            fix="leave learning_rate_factors out, or use another method",
+        )
+
+
+def optimizer_with_factors(trainer: Any, factors: Mapping[str, float]) -> Optimizer:
+    """Return the optimizer of a `transformers.Trainer` with factors on the learning rates of some parameters.
+
+    Args:
+        trainer: its arguments name the optimizer, the learning rate and the weight decay.
+        factors: by a part of the parameters' names between dots, such as ``gate_proj`` or, for modules that PEFT trains
+            whole, ``modules_to_save``. A parameter with several such parts gets the factor of the first in this order.
+
+    Raises NALoRAError if no trained parameter has such a name.
+    """
+    trained = [(name, parameter) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    parts = {name: next((part for part in factors if f".{part}." in f".{name}."), None) for name, _ in trained}
+    for part in factors:
+        if part not in parts.values():
+            raise NALoRAError(
+                f"learning_rate_factors: {part}",
+                found="no trained parameter with this part in its name",
+                expected=f"a part of a name such as {trained[0][0]}",
+                fix="correct the name, or leave it out",
+            )
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    groups: dict[tuple[str | None, bool], list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        groups.setdefault((parts[name], name in decayed), []).append(parameter)
+    rate, decay = trainer.args.learning_rate, trainer.args.weight_decay
+    # Parameters without a factor come first: the first group's learning rate is the one that is logged.
+    order = sorted(groups, key=lambda group: group[0] is not None)
+    return named_optimizer(
+        trainer,
+        [
+            {
+                "params": groups[part, has_decay],
+                "lr": rate * (1 if part is None else factors[part]),
+                "weight_decay": decay if has_decay else 0.0,
+            }
+            for part, has_decay in order
+        ],
+    )

@@ -55,6 +55,10 @@ class PeftTuner(Method):
                 expected=f"settings of peft.{self.config_class.__name__} that fit the model and the run's rank",
                 fix="change the setting that PEFT names; its documentation explains each",
             ) from error
+        for parameter in wrapped.parameters():
+            # PEFT keeps a module of modules_to_save in the base's dtype: in bfloat16 most steps would be rounded away.
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
         return typing.cast(nn.Module, wrapped)
 
     def config(self, adapter: Adapter) -> Any:

@@ -30,13 +30,12 @@ _LAYERS_OF_EXPERTS = {
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the last part of the names of all linear layers, without repetitions: what target_modules may name."""
+    return list(dict.fromkeys(_leaf(name) for name, module in model.named_modules() if _is_linear(module)))
+
+
+def _is_linear(module: nn.Module) -> bool:
     # GPT-2's Conv1D is a linear layer with a transposed weight.
-    linears = (
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    )
-    return list(dict.fromkeys(map(_leaf, linears)))
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def peft_error(where: str, model: nn.Module, names: list[str], error: Exception) -> NALoRAError:
@@ -150,16 +149,41 @@ def _require_experts(model: nn.Module, targets: Any) -> None:
         )
 
 
-def _check_names(model: nn.Module, targets: list[str]) -> None:
+def matching_modules(model: nn.Module, targets: str | list[str], setting: str) -> list[str]:
+    """Return the names of the modules that the targets mean, by PEFT's rule; ``all-linear`` leaves the head out.
+
+    Raises NALoRAError, about this setting, if a name or regular expression matches no module.
+    """
+    if targets == "all-linear":
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        modules = [(name, module) for name, module in model.named_modules() if module is not head]
+        return [name for name, module in modules if _is_linear(module)]
+    if not isinstance(targets, str):
+        _check_names(model, targets, setting)
+    is_target = _matcher(targets)
+    matching = [name for name, _ in model.named_modules() if name and is_target(name)]
+    if not matching:
+        raise NALoRAError(
+            f"{setting}: {targets}",
+            found="no module of that name",
+            expected=f"all-linear, or names such as {', '.join(linear_names(model))}",
+            fix=f"see `print(model)` for all names, or leave {setting} out",
+        )
+    return matching
+
+
+def _check_names(model: nn.Module, targets: list[str], setting: str = "target_modules") -> None:
     """Check that every target matches a layer: PEFT silently ignores one that does not if another one does."""
     layers = [f".{name}" for name, _ in model.named_modules()]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in layers):
             names = linear_names(model)
             alone = len(targets) == 1
-            otherwise = "leave target_modules out to adapt every linear layer" if alone else f"leave {target} out"
+            otherwise = f"leave {setting} out" if alone else f"leave {target} out"
+            if alone and setting == "target_modules":
+                otherwise += " to adapt every linear layer"
             raise NALoRAError(
-                f"target_modules: {targets}",
+                f"{setting}: {targets}",
                 found=f"no layer called {target}",
                 expected=f"target modules among {', '.join(names)}",
                 fix=did_you_mean(target, names, otherwise),

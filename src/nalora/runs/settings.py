@@ -41,11 +41,12 @@ class RunSettings:
     target_modules: str | list[str] = "all-linear"
     target_parameters: list[str] | None = None
     learning_rate: float = 1e-4
+    learning_rate_factors: dict[str, float] | None = None
     epochs: float = 1.0
     steps: int | None = None
     batch_size: int = 32
     micro_batch_size: int | None = None
-    schedule: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "constant_with_warmup", "range_test"] = "cosine"
     warmup: float = 0.03
     weight_decay: float = 0.0
     max_norm: float = 1.0
@@ -72,6 +73,7 @@ class RunSettings:
     save_every: int = 0
     save_minutes: float = 5.0
     snapshot_every: int = 0
+    gate_movement_steps: list[int] | None = None
     report_to: str | list[str] = "none"
 
     def model_spec(self, kind: Kind = "causal") -> ModelSpec:

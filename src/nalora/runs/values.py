@@ -50,6 +50,12 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
             f"target_modules: {shortened(repr(modules))}, expected a list of names: [{names}]"
             f" (on the command line 'target_modules=[{names.replace(' ', '')}]')"
         )
+    for name, expected, numbers in (
+        ("learning_rate_factors", "positive numbers", (values.get("learning_rate_factors") or {})),
+        ("gate_movement_steps", "steps of 1 or more", dict(enumerate(values.get("gate_movement_steps") or ()))),
+    ):
+        if not all(isinstance(number, int | float) and number > 0 for number in numbers.values()):
+            problems.append(f"{name}: {shortened(repr(values[name]))}, expected {expected}")
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is not a multiple of micro_batch_size, {micro}")

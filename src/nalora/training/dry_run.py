@@ -122,7 +122,7 @@ def measure(run: Run) -> Measured:
     with tempfile.TemporaryDirectory(prefix="nalora-") as folder:
         changes: dict[str, Any] = dict(
             output=str(Path(folder) / "run"), steps=steps, log_every=1, save_every=0, save_minutes=0.0,
-            snapshot_every=0, report_to="none",
+            snapshot_every=0, gate_movement_steps=None, report_to="none",
         )  # fmt: skip
         result = train(dataclasses.replace(run, settings=dataclasses.replace(run.settings, **changes)))
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

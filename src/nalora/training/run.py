@@ -14,6 +14,7 @@ from nalora.distributed import processes
 from nalora.distributed.processes import is_first_process
 from nalora.errors import NALoRAError
 from nalora.files.atomic import read_json
+from nalora.methods.optimizers import optimizer_with_factors, refuse_own_groups
 from nalora.models import loading
 from nalora.models.attention import without_cache
 from nalora.models.compatibility import resolve_device
@@ -32,6 +33,7 @@ from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
 from nalora.training.fused_layers import fused_layers, refuse_unless_fp8_fits
+from nalora.training.gate_movement import GateMovement
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.trainer import make_trainer
 
@@ -133,6 +135,9 @@ def _train_prepared(
     record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title)
     trainer = make_trainer(settings, model, inputs.dataset, inputs.collator, [record, stop, bar])
     trainer.optimizer = run.method.optimizer(trainer)
+    if settings.learning_rate_factors:
+        refuse_own_groups(run.method.name, trainer.optimizer)
+        trainer.optimizer = optimizer_with_factors(trainer, settings.learning_rate_factors)
     run.method.attach(trainer)
     folder.remove_after(step_of(checkpoint))
     if (controller := getattr(trainer, "nalora_controller", None)) is not None:
@@ -140,6 +145,8 @@ def _train_prepared(
     if settings.snapshot_every:
         trained = loaded.model if run.method.trains_the_model else trainer.model
         trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
+    if settings.gate_movement_steps:
+        GateMovement(settings.gate_movement_steps, trainer.model, inputs).install(trainer)
     watch = DivergenceWatch()
     watch.install(trainer)
     CheckpointSchedule(folder, settings.save_minutes, claim.lock).install(trainer)

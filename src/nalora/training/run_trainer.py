@@ -9,6 +9,7 @@ the same; summed over passes that would be too large by their number.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
@@ -24,13 +26,19 @@ from nalora.integrations.replayable import replayable
 from nalora.models.versions import counts_first_labels, require_fsdp2_resume
 from nalora.training.batches import FilledBatches
 
+# A range test tries learning rates over three orders of magnitude.
+_RANGE = 1000.0
+
 
 class RunTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose loss is the mean over the label tokens of a step, and whose processes share each epoch evenly.
 
     Attributes:
         weights_passes: whether the mean of each pass is weighted here, because the model does not divide its loss.
+        range_test: whether the learning rate rises exponentially to its value, over all steps.
     """
+
+    range_test = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,6 +61,14 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         loss = share_of_step(outputs["loss"], labels, num_items_in_batch) * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return transformers' scheduler, or that of a learning-rate range test."""
+        if self.range_test:
+            rises = functools.partial(range_test_factor, steps=num_training_steps)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rises)
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count the labels of a step that its loss counts."""
         if self._leaves_first_labels:
@@ -74,6 +90,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
             # A resumed epoch sets its number on this attribute; Accelerate sets only its own sampler here.
             shard.sampler = shard.batch_sampler.sampler
         return loader
+
+
+def range_test_factor(step: int, steps: int) -> float:
+    """Return the factor on the learning rate of a step, counted from 0: it rises from a thousandth to 1 in the last."""
+    return float(_RANGE ** (min(step + 1, steps) / steps - 1))
 
 
 def divides_by_items(model: nn.Module) -> bool:

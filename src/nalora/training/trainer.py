@@ -47,7 +47,8 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
         learning_rate=settings.learning_rate,
         num_train_epochs=settings.epochs,
         max_steps=settings.steps or -1,
-        lr_scheduler_type=settings.schedule,
+        # transformers has no schedule that rises exponentially; see RunTrainer.
+        lr_scheduler_type="constant" if settings.schedule == "range_test" else settings.schedule,
         # In transformers a number below 1 is a share of the steps and 1 is one step; here 1 means all of them.
         warmup_steps=steps if settings.warmup == 1 else settings.warmup,
         weight_decay=settings.weight_decay,
@@ -88,6 +89,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
             muon(model.named_parameters(), settings.learning_rate) if settings.optimizer == MUON else None
         ),
     )
+    trainer.range_test = settings.schedule == "range_test"
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(CurrentIntervals())
     if settings.batches == "like-length":
