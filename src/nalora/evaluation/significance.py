@@ -235,6 +235,23 @@ def seeds_to_decide(differences: Sequence[float], alpha: float, finest: float = 
     return low + bisect_left(range(low, high), True, key=lambda n: power(n) >= POWER)
 
 
+def smallest_effect(differences: Sequence[float], alpha: float, finest: float = 0.0) -> float:
+    """Return the smallest true difference that a test with this spread and number of seeds finds with power 0.8.
+
+    `alpha` is the level of one test: with Holm's correction over m comparisons, alpha/m; `finest` as for `deviation`.
+    """
+    n = len(differences)
+    threshold = _student_quantile(n - 1, alpha)
+    low, high = 0.0, 2.0 * threshold + 10.0  # non-centrality: far above the quantile the power is 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        if scipy_stats().nct.sf(threshold, n - 1, middle) < POWER:
+            low = middle
+        else:
+            high = middle
+    return high * deviation(differences, finest) / math.sqrt(n)
+
+
 def verdict_of(adjusted_p: float, alpha: float, is_better: bool) -> Verdict:
     """Return the result of a test after Holm's correction."""
     if adjusted_p > alpha:

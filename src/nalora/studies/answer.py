@@ -80,8 +80,12 @@ def _part(
     seeds = {arm: {*cell.arm.seeds} for arm, cell in arms.items()}
     # Some of an arm's seeds would give another verdict than all of them, by chance or because of the failure.
     values = {name: {arm: of[arm] for arm in of if arm not in missing} for name, of in values.items()}
-    comparisons = {name: _compared(of, others, seeds, name) for name, of in values.items()
-                   if baseline in of and not _diverged_seeds(of[baseline])}  # fmt: skip
+    families = _families(others, schedule.study.claims)
+    comparisons = {
+        name: [one for family in families for one in _compared(of, family, seeds, name)]
+        for name, of in values.items()
+        if baseline in of and not _diverged_seeds(of[baseline])
+    }
     controls = {name: family for name, of in values.items() if (family := _compared(of, pairs, seeds, name))}
     listed = (
         ("Lowest or highest of the learning rates tried; a rate beyond it may be better", at_the_end),
@@ -162,6 +166,12 @@ def _by_seed(records: Sequence[Record], measure: str) -> _BySeed:
         if measure in measures:
             values.setdefault(label, {})[seed] = measures[measure]
     return values
+
+
+def _families(pairs: Sequence[_Pair], claims: Collection[str]) -> list[list[_Pair]]:
+    """Return the comparisons with the baseline that are corrected together: those of a study's claims, and the others."""
+    families = ([pair for pair in pairs if (pair[0] in claims) is claimed] for claimed in (True, False))
+    return [family for family in families if family]
 
 
 def _compared(values: _BySeed, pairs: Sequence[_Pair], seeds: Mapping[str, set[int]], measure: str) -> list[Comparison]:

@@ -50,6 +50,7 @@ def shape_problems(content: Mapping[Any, Any], known: Collection[str]) -> list[s
             problems.append(f"arms.{name}: {_shown(settings)}, expected settings, such as {{method: lora}}")
     problems += _over(content.get("over"))
     problems += _controls(content.get("controls"), content.get("arms"))
+    problems += _claims(content.get("claims"), content.get("arms"))
     return problems + _values("", content, tuple(_VALUES))
 
 
@@ -121,6 +122,17 @@ def _controls(controls: Any, arms: Any) -> list[str]:
     problems = [f"controls: no arm {name!r}" for name in dict.fromkeys(named) if name not in known]
     problems += [f"controls: {arm!r} is listed as its own control" for arm, others in controls.items() if arm in others]
     return problems + [text for arm, others in controls.items() for text in _repeated(f"controls.{arm}", others)]
+
+
+def _claims(claims: Any, arms: Any) -> list[str]:
+    if claims is None:
+        return []
+    if not isinstance(claims, list) or not claims:
+        return ["claims: expected a list of arms"]
+    baseline, *others = (str(arm) for arm in arms) if isinstance(arms, dict) and arms else ("",)
+    problems = [f"claims: no arm {name!r}" for name in map(str, claims) if name not in (baseline, *others)]
+    problems += [f"claims: {name!r} is the baseline" for name in map(str, claims) if name == baseline]
+    return problems + _repeated("claims", claims)
 
 
 def _repeated(where: str, values: Sequence[Any]) -> list[str]:

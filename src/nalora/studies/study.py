@@ -67,6 +67,7 @@ class Study:
     arms: tuple[Arm, ...]
     over: Mapping[str, tuple[Any, ...] | Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()  # arms whose comparisons with the baseline are a family of their own
     learning_rates: tuple[float, ...] = ()
     validation_size: int = 200
     screening_seeds: tuple[int, ...] = (0,)
@@ -151,6 +152,7 @@ def parse(content: Mapping[Any, Any], where: str = "study") -> Study:
             arms=tuple(_arm(str(name), dict(options or {}), seeds) for name, options in content["arms"].items()),
             over={name: _values(name, values) for name, values in (content.get("over") or {}).items()},
             controls={str(arm): tuple(map(str, others)) for arm, others in (content.get("controls") or {}).items()},
+            claims=tuple(map(str, content.get("claims") or ())),
             learning_rates=tuple(float(rate) for rate in content.get(RATES, ())),
             screening_seeds=tuple(content.get("screening_seeds", (0,))),
             drop_rates_worse_than=None if (margin := content.get(MARGIN)) is None else float(margin),

@@ -1,0 +1,62 @@
+"""The smallest effect that each study could find, in loss and as a share of the gap between LoRA and full fine-tuning."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from noise import Trainings
+from pooled import compared
+from stored_answers import FULL, TITLES, answer_of, families, values
+
+from nalora.evaluation.significance import ALPHA, smallest_effect
+
+LORA = "lora"
+
+
+def power(results: Path, trained: Trainings, store: Path) -> list[str]:
+    """Return a table with a row for every family of comparisons and number of seeds."""
+    lines = [
+        "| study | comparisons | seeds | smallest effect: median of the arms (lowest … highest) | share of the gap |",
+        "|---|---|---|---|---|",
+    ]
+    for name, title in TITLES.items():
+        part = answer_of(results, name)
+        by_arm = values(part)
+        for family in families(name, part):
+            differences = {
+                row["method"]: [by_arm[row["method"]][seed] - by_arm[LORA][seed] for seed in _shared(by_arm, row)]
+                for row in family
+            }
+            lines += _rows(title, differences, len(family), _gap(part))
+        if name == "gsm8k":
+            _, pooled = compared(results, name, trained, store)
+            differences = {arm: list(row.differences) for arm, row in pooled.items()}
+            lines += _rows(f"{title}, all trainings", differences, len(family), -pooled[FULL].difference)
+    return lines
+
+
+def _rows(title: str, differences: dict[str, list[float]], comparisons: int, gap: float | None) -> list[str]:
+    effects: dict[int, list[float]] = {}
+    for arm, by_seed in differences.items():
+        if arm != FULL:
+            effects.setdefault(len(by_seed), []).append(smallest_effect(by_seed, ALPHA / comparisons))
+    rows = []
+    for seeds, sizes in sorted(effects.items(), reverse=True):
+        middle = statistics.median(sizes)
+        shown = f"{middle:.4f} ({min(sizes):.4f} … {max(sizes):.4f})"
+        share = f"{middle / gap:.0%} of {gap:.4f}".replace("%", " %") if gap else "no full fine-tuning"
+        rows.append(f"| {title} | {comparisons} | {seeds} | {shown} | {share} |")
+    return rows
+
+
+def _shared(by_arm: dict[str, dict[int, float]], row: dict[str, str]) -> list[int]:
+    return sorted(by_arm[row["method"]].keys() & by_arm[LORA].keys())
+
+
+def _gap(part: dict[str, object]) -> float | None:
+    """Return how much lower the test loss of full fine-tuning is, over the seeds that it shares with LoRA."""
+    by_arm = values(part)
+    if FULL not in by_arm:
+        return None
+    return statistics.fmean(by_arm[LORA][seed] - loss for seed, loss in by_arm[FULL].items())
