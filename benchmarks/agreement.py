@@ -18,12 +18,14 @@ class Tolerance(NamedTuple):
     cosine: float
 
 
-# TOLERANCE_COMMENT
+# A Llama of 32 layers of width 512 on a CPU: gradients in bf16 differ from those in float32 by 0.018 (worst cosine
+# 0.9992), with weights, inputs and output gradients in FP8 by 0.18 (0.942); losses by 3e-5 and 3e-4. Two bf16 variants
+# round differently, each as far from float32. The bounds are two to three times as wide.
 TOLERANCES = {
     "float32": Tolerance(1e-5, 1e-4, 0.9999),
-    "bf16": Tolerance(0.002, 0.15, 0.97),
-    "four-bit": Tolerance(0.002, 0.15, 0.97),
-    "fp8": Tolerance(0.01, 0.45, 0.80),
+    "bf16": Tolerance(0.001, 0.08, 0.99),
+    "four-bit": Tolerance(0.001, 0.08, 0.99),
+    "fp8": Tolerance(0.005, 0.4, 0.85),
 }
 
 

@@ -95,7 +95,7 @@ class _TorchOnCPU:
 def _bitsandbytes_or_stand_in() -> Iterator[None]:
     """Let Axolotl's modules be imported without bitsandbytes, whose functions they name and a bf16 base never calls."""
     try:
-        import bitsandbytes.functional
+        import bitsandbytes.functional  # noqa: F401
     except ImportError:
         package, functional = types.ModuleType("bitsandbytes"), types.ModuleType("bitsandbytes.functional")
         names = ("cdequantize_blockwise_fp32", "cdequantize_blockwise_fp16_nf4", "cdequantize_blockwise_bf16_nf4")

@@ -126,10 +126,10 @@ class Comparison:
             torch.cuda.empty_cache()
             self.kept[fp8] = torch.cuda.memory_allocated() / 2**30 - self.kept[not fp8]
 
-    def measure(self, names: list[str], rounds: int, limit: harness.TimeLimit) -> dict[str, dict[str, Any]]:
+    def measure(self, names: list[str], rounds: int, steps: int, limit: harness.TimeLimit) -> dict[str, dict[str, Any]]:
         """Time some variants in turn; peaks are without what the other training keeps."""
         entered = {name: self.variants[name].enter for name in names}
-        results = harness.interleave(entered, rounds, self.args.steps, self.args.warmup, limit)
+        results = harness.interleave(entered, rounds, steps, self.args.warmup, limit)
         for name, result in results.items():
             if "peak_gib" in result and self.device == "cuda":
                 result["peak_gib"] = round(result["peak_gib"] - self.kept[not self.variants[name].fp8], 3)
@@ -206,11 +206,11 @@ def run(args: argparse.Namespace) -> None:
 
     untimed = [name for name in names if "note" in columns[name]]
     eager = [name for name in names if name not in untimed and not comparison.variants[name].compiled]
-    append(comparison.measure([BASELINE, *eager], args.rounds, limit) | {name: {} for name in untimed})
+    append(comparison.measure([BASELINE, *eager], args.rounds, args.steps, limit) | {name: {} for name in untimed})
     for name in names:
         if comparison.variants[name].compiled and name not in untimed and not limit.reached():
-            # In one go, since leaving the context discards the compiled code; PEFT's steps before and after it.
-            append(comparison.measure([name], 1, limit))
+            # In one go, since leaving the context discards the compiled code.
+            append(comparison.measure([name], 1, args.rounds * args.steps, limit))
     if not args.checkpointing and not args.only and args.device == "cuda" and not limit.reached():
         shape = SHAPES[args.shape]._replace(**({"layers": args.layers} if args.layers else {}))
         del comparison
