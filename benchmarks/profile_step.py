@@ -20,10 +20,10 @@ import kernel_groups
 import torch
 import training_step
 import variants
+from peers_page import PROFILE as QUESTION
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-QUESTION = "profile of a step"
 GAPS = "launches and gaps"
 
 

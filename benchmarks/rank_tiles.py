@@ -20,6 +20,7 @@ from unittest import mock
 import harness
 import torch
 import triton
+from peers_page import TILES as QUESTION
 
 from nalora import activations
 from nalora.kernels.fused import gated
@@ -27,7 +28,6 @@ from nalora.kernels.statistics import Sums
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import Tile
 
-QUESTION = "tiles by rank"
 TOKENS, CHANNELS, WARPS, STAGES = (16, 32, 64, 128), (32, 64, 128), (2, 4, 8), (2, 3, 4)
 # Relative; bf16 rounds to 2⁻⁹, and sums over tokens are added in another order.
 TOLERANCE = 0.01

@@ -29,12 +29,11 @@ import prepare_peers
 import torch
 import variants
 from llamas import SHAPES, build
+from peers_page import QUESTION
 from training import Training
 from variants import BASELINE, Described
 
 import nalora
-
-QUESTION = "step beside peers"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{harness.commit()}"
     existing = set() if args.again or args.check else harness.measured(QUESTION, setting(args), args.rows)
     comparison = Comparison(args)
-    if not args.no_fp8 and not args.four_bit:
+    if not args.no_fp8 and not args.four_bit and (not args.only or any("FP8" in name for name in args.only)):
         try:
             comparison.add_fp8()
         except Exception as error:
