@@ -20,8 +20,8 @@ OURS, OTHERS, FLOOR_COLOUR = "#2b6cb0", "#a0aec0", "#c05621"
 def training_step(times: dict[str, float], floor: str) -> None:
     """Draw a bar for every variant and a line at the floor."""
     variants = {name: ms for name, ms in times.items() if name != floor}
-    figure, axes = plt.subplots(figsize=(7, 2.8))
-    colours = [OURS if name.startswith("NA-LoRA") else OTHERS for name in variants]
+    figure, axes = plt.subplots(figsize=(7, max(2.8, 0.3 * len(variants))))
+    colours = [OURS if name.startswith(("NA-LoRA", "nalora")) else OTHERS for name in variants]
     bars = axes.barh(list(variants), list(variants.values()), color=colours)
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.invert_yaxis()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import itertools
 import platform
 import subprocess
@@ -19,6 +20,8 @@ ROWS = Path(__file__).parent / "rows.csv"
 COLUMNS = [
     "question", "setting", "variant", "unit", "p20", "p50", "p80", "samples",
     "peak_gib", "device", "torch", "triton", "transformers", "peft", "liger", "commit", "date",
+    # Of variants that are compared with a baseline; empty in rows of earlier versions.
+    "run", "loss_difference", "gradient_error", "worst_cosine", "worst_layer", "note",
 ]  # fmt: skip
 
 
@@ -49,6 +52,8 @@ def commit() -> str:
 def append(rows: list[dict[str, Any]], path: Path = ROWS) -> None:
     """Append rows to the CSV, with the device, the versions and the commit."""
     new = not path.exists()
+    if not new:
+        _add_columns(path)
     common = {
         "device": device_name(),
         "torch": torch.__version__,
@@ -63,6 +68,35 @@ def append(rows: list[dict[str, Any]], path: Path = ROWS) -> None:
             writer.writeheader()
         for row in rows:
             writer.writerow({**common, **row})
+
+
+def _add_columns(path: Path) -> None:
+    """Give a file with fewer columns the missing ones, empty in its rows."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        columns, rows = reader.fieldnames, list(reader)
+    if columns == COLUMNS:
+        return
+    whole = path.with_suffix(".new")
+    with whole.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows({name: value for name, value in row.items() if value is not None} for row in rows)
+    whole.replace(path)
+
+
+def read(path: Path = ROWS) -> list[dict[str, str]]:
+    """Return all rows; columns that a row does not have are empty."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
+
+
+def measured(question: str, setting: str, path: Path = ROWS) -> set[str]:
+    """Return the variants that have a time for this setting, on this device and with this commit."""
+    here = {"question": question, "setting": setting, "device": device_name(), "commit": commit()}
+    return {row["variant"] for row in read(path) if row["p50"] and here.items() <= row.items()}
 
 
 def quantiles(samples: list[float]) -> dict[str, float]:
@@ -91,18 +125,56 @@ def time_steps(step: Callable[[], None], count: int) -> list[float]:
 Variant = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 
-def interleave(variants: dict[str, Variant], rounds: int, steps: int, warmup: int) -> dict[str, dict[str, float]]:
-    """Run every variant for a few steps, `rounds` times in turn; return quantiles of the steps and peak memory."""
+class TimeLimit:
+    """A time after which no further round begins."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.end = None if seconds is None else time.monotonic() + seconds
+
+    def reached(self) -> bool:
+        return self.end is not None and time.monotonic() >= self.end
+
+
+def interleave(
+    variants: dict[str, Variant], rounds: int, steps: int, warmup: int, limit: TimeLimit | None = None
+) -> dict[str, dict[str, Any]]:
+    """Run every variant for a few steps, `rounds` times in turn; return quantiles of the steps and peak memory.
+
+    After the round in which the limit is reached no other begins. A variant that fails, for example for lack of
+    memory, is left out of the remaining rounds, and its result is a note instead of a time.
+    """
     samples: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, float] = {}
+    failures: dict[str, str] = {}
     for turn in range(rounds):
+        if turn and limit is not None and limit.reached():
+            break
         for name, variant in variants.items():
-            with variant() as step:
-                for _ in range(warmup if turn else 2 * warmup):
-                    step()
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                samples[name] += time_steps(step, steps)
-                if torch.cuda.is_available():
-                    peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-    return {name: quantiles(times) | {"peak_gib": round(peaks.get(name, 0.0), 3)} for name, times in samples.items()}
+            if name in failures:
+                continue
+            try:
+                with variant() as step:
+                    for _ in range(warmup if turn else 2 * warmup):
+                        step()
+                    if torch.cuda.is_available():
+                        torch.cuda.reset_peak_memory_stats()
+                    samples[name] += time_steps(step, steps)
+                    if torch.cuda.is_available():
+                        peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+            except Exception as error:
+                failures[name] = failure(error)
+    return {
+        name: {"note": failures[name], "samples": 0}
+        if name in failures
+        else quantiles(times) | {"peak_gib": round(peaks.get(name, 0.0), 3)}
+        for name, times in samples.items()
+    }
+
+
+def failure(error: Exception) -> str:
+    """Return one line about an error, and free the memory that its frames hold."""
+    error.__traceback__ = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import figures
+import harness
+import peers_page
 from figures import CURVES
-from harness import ROWS
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 BASELINE = "PEFT LoRA"
@@ -43,13 +44,24 @@ Row = dict[str, str]
 
 
 def main() -> None:
-    with ROWS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    sections = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, generation)
-    PAGE.write_text("\n".join([HEAD, *(line for section in sections for line in section(rows))]) + "\n")
-    first = next(iter(settings(rows, "training step").values()))
-    figures.training_step({name: float(row["p50"]) for name, row in first.items()}, FLOOR)
+    rows = harness.read()
+    PAGE.write_text(page(rows))
+    figures.training_step(times_of_figure(rows), FLOOR)
     figures.loss_curves(CURVES)
+
+
+def page(rows: list[Row]) -> str:
+    """Return the page; what was not measured is not on it."""
+    beside = (peers_page.beside_peers, peers_page.by_rank, peers_page.profiles, peers_page.tiles)
+    alone = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, generation)
+    return "\n".join([HEAD, *(line for section in (*beside, *alone) for line in section(rows))]) + "\n"
+
+
+def times_of_figure(rows: list[Row]) -> dict[str, float]:
+    """Return the times of the first setting next to peers, before there is one those of the earlier comparison."""
+    by_setting = peers_page.latest(rows, peers_page.QUESTION) or settings(rows, "training step")
+    first = next(iter(by_setting.values()))
+    return {name: median(row) for name, row in first.items() if row["p50"]}
 
 
 def settings(rows: list[Row], question: str) -> dict[str, dict[str, Row]]:
@@ -92,6 +104,12 @@ def runs(rows: list[Row], question: str, setting: str) -> list[dict[str, Row]]:
 
 
 def training_steps(rows: list[Row]) -> Iterator[str]:
+    yield """
+# Earlier comparison of nalora's options
+
+These rows are older than the containment of variants. The process had built a model with Liger's kernels, and Liger
+replaces the rotary embedding of all Llamas in a process: "PEFT LoRA" ran with Liger's, too. The same holds for the
+small model below."""
     for setting, latest in settings(rows, "training step").items():
         all_runs = runs(rows, "training step", setting)
         yield f"\n## Training step: {setting}\n\n`python benchmarks/training_step.py`."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from paper_hooks import PaperHooks
@@ -16,17 +17,23 @@ class Training:
     def __init__(self, model: torch.nn.Module, batch: int, length: int, lr: float = 1e-5) -> None:
         self.model = self.forward = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.parameters[0].device
+        on_gpu = self.device.type == "cuda"
         # CUDA graphs need a tensor and capturable; the fused kernel is the same without them.
-        rate = torch.tensor(lr, device="cuda")
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True, capturable=True)
+        rate = torch.tensor(lr, device=self.device) if on_gpu else lr
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=on_gpu, capturable=on_gpu)
         vocabulary = model.config.vocab_size
-        self.batch = {"input_ids": torch.randint(0, vocabulary, (batch, length), device="cuda")}
+        self.batch = {"input_ids": torch.randint(0, vocabulary, (batch, length), device=self.device)}
         self.controller: nalora.NALoRAController | None = None
         self.losses: list[torch.Tensor] = []
 
+    def loss_of(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        # The CPU is there to compare gradients, in float32.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.forward(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
     def train_on(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = self.forward(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        loss = self.loss_of(batch)
         loss.backward()
         if self.controller is not None:
             self.controller.clip_grad_norm_(1.0)
@@ -46,18 +53,32 @@ class Training:
     @contextlib.contextmanager
     def paper(self) -> Iterator[Callable[[], None]]:
         hooks = PaperHooks(self.model)
-        yield self.step
-        hooks.remove()
+        try:
+            yield self.step
+        finally:
+            hooks.remove()
 
     def ours(self, **options):
         @contextlib.contextmanager
         def attached() -> Iterator[Callable[[], None]]:
             self.controller = nalora.attach(self.model, self.optimizer, **options)
-            yield self.step
-            self.controller.detach()
-            self.controller = None
+            try:
+                yield self.step
+            finally:
+                self.controller.detach()
+                self.controller = None
 
         return attached
+
+    def within(self, patch: Callable[[], AbstractContextManager[None]], variant=None):
+        """Return the variant (default: plain) inside a patch of the model, which is undone with it."""
+
+        @contextlib.contextmanager
+        def patched() -> Iterator[Callable[[], None]]:
+            with patch(), (variant or self.plain)() as step:
+                yield step
+
+        return patched
 
     def graphed(self, variant, compiled: bool = False):
         """Return the variant's step replayed from a CUDA graph, of the compiled model if `compiled`."""
@@ -67,7 +88,9 @@ class Training:
             with variant():
                 self.forward = torch.compile(self.model) if compiled else self.model
                 replay = GraphedStep(self.train_on)
-                yield lambda: self.losses.append(replay(self.batch))
-                self.forward = self.model
+                try:
+                    yield lambda: self.losses.append(replay(self.batch))
+                finally:
+                    self.forward = self.model
 
         return captured

@@ -1,0 +1,169 @@
+"""The sections of docs/performance.md about nalora and its peers; a section exists only if its rows do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+Row = dict[str, str]
+QUESTION, PROFILE, TILES = "step beside peers", "profile of a step", "tiles by rank"
+PEFT, LIGER, UNSLOTH = "PEFT LoRA", "PEFT LoRA + Liger", "Unsloth"
+OURS, FP8 = "NA-LoRA, everything on", "NA-LoRA, everything on, FP8 base"
+
+
+class Goal(NamedTuple):
+    """An upper bound of a variant's time ("p50") or memory ("peak_gib") relative to another variant's of its run."""
+
+    variant: str
+    quantity: str
+    reference: str
+    limit: float
+
+
+WORDS = {"p50": "time", "peak_gib": "memory"}
+# By the kind of setting.
+GOALS = {
+    "short": [
+        Goal(OURS, "p50", PEFT, 0.63), Goal(OURS, "p50", UNSLOTH, 0.93), Goal(OURS, "peak_gib", UNSLOTH, 1.0),
+        Goal(FP8, "p50", PEFT, 0.52), Goal(FP8, "p50", UNSLOTH, 0.78), Goal(FP8, "peak_gib", PEFT, 0.50),
+    ],
+    "long": [
+        Goal(OURS, "p50", LIGER, 0.90), Goal(OURS, "peak_gib", LIGER, 1.0),
+        Goal(FP8, "p50", LIGER, 0.80), Goal(FP8, "peak_gib", LIGER, 1.0),
+    ],
+    "four-bit": [Goal(OURS, "p50", UNSLOTH, 1.0), Goal(OURS, "peak_gib", UNSLOTH, 1.0)],
+}  # fmt: skip
+RANK_GOAL = 1.12
+INTRODUCTION = """
+# Training step next to other projects
+
+One model, one optimizer and one batch serve all variants of a run; each variant restores what it replaced. Before a
+variant is timed, its loss and gradients are compared with PEFT's on the same weights: "gradients" is the relative
+difference of all adapter gradients together, "cosine" that of the worst layer. Unsloth and Axolotl are their own
+kernels on this model, with PyTorch's gradient checkpointing where it is used. Ratios are within one run."""
+
+
+def kind(setting: str) -> str | None:
+    """Return which goals apply to a setting."""
+    if "NF4" in setting:
+        return "four-bit"
+    if re.search(r"1x16384|2x8192", setting):
+        return "long"
+    return "short" if "4x1024, r=8," in setting and "checkpointing" not in setting else None
+
+
+def latest(rows: list[Row], question: str) -> dict[str, dict[str, Row]]:
+    """Return the latest row of every variant by setting; one with a time precedes one that only has a note."""
+    chosen: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row["question"] == question:
+            known = chosen.setdefault(row["setting"], {})
+            if row["p50"] or not known.get(row["variant"], {}).get("p50"):
+                known[row["variant"]] = row
+    return chosen
+
+
+def ratio(row: Row, quantity: str, reference: str, rows: list[Row]) -> float | None:
+    """Return a quantity relative to that of another variant in the same run; None if one was not measured."""
+    same = (other for other in rows if other["run"] == row["run"] and other["variant"] == reference)
+    base = next((other for other in same if other["setting"] == row["setting"] and other["p50"]), None)
+    if base is None or not row["p50"] or not row[quantity] or not float(base[quantity] or 0):
+        return None
+    return float(row[quantity]) / float(base[quantity])
+
+
+def cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def verdict(value: float, limit: float) -> str:
+    return f"{value:.3f}, goal ≤ {limit}: {'reached' if value <= limit else '**not reached**'}"
+
+
+def beside_peers(rows: list[Row]) -> Iterator[str]:
+    """Yield a table for every setting."""
+    by_setting = latest(rows, QUESTION)
+    if by_setting:
+        yield INTRODUCTION
+    for setting, variants in by_setting.items():
+        first = next(iter(variants.values()))
+        yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {first['device']}, torch {first['torch']}, "
+        yield f"transformers {first['transformers']}, peft {first['peft']}, commit {first['commit']}.\n"
+        yield "| variant | ms (p20 … p80) | / PEFT | / Unsloth | peak GiB | / PEFT | / Unsloth | gradients | cosine |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        for name, row in variants.items():
+            if not row["p50"]:
+                yield f"| {name} | {row['note']} | | | | | | {row['gradient_error']} | {row['worst_cosine']} |"
+                continue
+            times, memory = (
+                [cell(ratio(row, quantity, reference, rows)) for reference in (PEFT, UNSLOTH)] for quantity in WORDS
+            )
+            spread = f"{float(row['p50']):.1f} ({float(row['p20']):.1f} … {float(row['p80']):.1f})"
+            cells = [name, spread, *times, row["peak_gib"], *memory, row["gradient_error"], row["worst_cosine"]]
+            yield f"| {' | '.join(cells)} |"
+        yield from goals(setting, variants, rows)
+
+
+def goals(setting: str, variants: dict[str, Row], rows: list[Row]) -> Iterator[str]:
+    """Yield a line for each goal of the setting whose variants were measured in one run."""
+    lines = []
+    for goal in GOALS.get(kind(setting) or "", ()):
+        if goal.variant in variants:
+            value = ratio(variants[goal.variant], goal.quantity, goal.reference, rows)
+            if value is not None:
+                what = f"{goal.variant}: {WORDS[goal.quantity]} relative to {goal.reference}"
+                lines.append(f"- {what} {verdict(value, goal.limit)}")
+    if lines:
+        yield "\n" + "\n".join(lines)
+
+
+def by_rank(rows: list[Row]) -> Iterator[str]:
+    """Yield step and memory by rank, for settings that differ in nothing but the rank."""
+    families: dict[str, dict[int, dict[str, Row]]] = {}
+    for setting, variants in latest(rows, QUESTION).items():
+        if match := re.search(r"r=(\d+), ", setting):
+            rest = setting.replace(match[0], "")
+            families.setdefault(rest, {})[int(match[1])] = {name: row for name, row in variants.items() if row["p50"]}
+    for rest, ranks in families.items():
+        if len(ranks) < 2:
+            continue
+        ordered = sorted(ranks)
+        shared = [name for name in ranks[ordered[0]] if sum(name in ranks[rank] for rank in ordered) > 1]
+        yield f"\n## Step and memory by rank: {rest}\n\nMilliseconds per step, and peak GiB.\n"
+        yield f"| variant | {' | '.join(f'r = {rank}' for rank in ordered)} |\n|---|{'---|' * len(ordered)}"
+        for name in shared:
+            found = [ranks[rank].get(name) for rank in ordered]
+            cells = (f"{float(row['p50']):.1f} ms, {row['peak_gib']} GiB" if row else "" for row in found)
+            yield f"| {name} | {' | '.join(cells)} |"
+        if 8 in ranks and 128 in ranks and OURS in ranks[8] and OURS in ranks[128]:
+            value = float(ranks[128][OURS]["p50"]) / float(ranks[8][OURS]["p50"])
+            yield f"\n- {OURS}: time at r = 128 relative to r = 8 {verdict(value, RANK_GOAL)}"
+
+
+def profiles(rows: list[Row]) -> Iterator[str]:
+    """Yield where the time of profiled steps goes, a column for every profiled variant."""
+    columns: dict[str, dict[str, dict[str, Row]]] = {}
+    for setting, groups in latest(rows, PROFILE).items():
+        where, _, variant = setting.partition(": ")
+        run = groups["step"]["run"]
+        columns.setdefault(where, {})[variant] = {name: row for name, row in groups.items() if row["run"] == run}
+    for where, variants in columns.items():
+        yield f"\n## Where the time of a step goes: {where}\n\n`python benchmarks/profile_step.py`. Milliseconds per"
+        yield 'step; "launches and gaps" is the time in which no kernel ran.\n'
+        yield f"| part | {' | '.join(variants)} |\n|---|{'---|' * len(variants)}"
+        parts = dict.fromkeys(part for groups in variants.values() for part in groups if part != "step")
+        for part in [*parts, "step"]:
+            cells = (f"{float(groups[part]['p50']):.1f}" if part in groups else "" for groups in variants.values())
+            yield f"| {part} | {' | '.join(cells)} |"
+
+
+def tiles(rows: list[Row]) -> Iterator[str]:
+    """Yield the fastest tiles of the fused gated kernels by rank."""
+    by_setting = latest(rows, TILES)
+    if by_setting:
+        yield "\n## Tiles of the fused gated kernels by rank\n\n`python benchmarks/rank_tiles.py`.\n"
+        yield "| kernel | tile in use | µs | fastest tile | µs |\n|---|---|---|---|---|"
+    for setting, variants in by_setting.items():
+        cells = (f"{variants[v]['note']} | {1000 * float(variants[v]['p50']):.1f}" for v in ("now", "fastest"))
+        yield f"| {setting} | {' | '.join(cells)} |"

@@ -1,0 +1,117 @@
+"""The variants of a training step: PEFT, its peers and nalora, each a context around the steps of one model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import patches
+import peers
+from harness import Variant
+from training import Training
+
+import nalora
+
+BASELINE = "PEFT LoRA"
+
+
+class Described(NamedTuple):
+    """A variant and what is known of it before it runs.
+
+    Args:
+        enter: enters the variant and yields its step.
+        needs: names of the packages and functions without which it cannot run.
+        compiled: whether it compiles layers. Such variants are measured one by one, since each would discard the
+            compiled code of the other.
+        fp8: whether the frozen weights are FP8.
+        same_gradients: whether gradients must agree with PEFT's; False where a method changes them in the backward.
+    """
+
+    enter: Variant
+    needs: tuple[str, ...] = ()
+    compiled: bool = False
+    fp8: bool = False
+    same_gradients: bool = True
+
+
+def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Described]:
+    """Return the variants of a base in bf16 or four bits by name, the baseline first."""
+    model = training.model
+
+    def liger(variant=None, ffn: bool = False) -> Variant:
+        return training.within(lambda: patches.liger(model, ffn=ffn), variant)
+
+    def lora_kernels(name: str, variant=None) -> Variant:
+        return training.within(lambda: peers.lora_kernels(model, getattr(kernels, name)), variant)
+
+    def unsloth(**options: bool) -> Variant:
+        return training.within(lambda: peers.unsloth(model, kernels.unsloth, **options))
+
+    def torch_loss(variant=None) -> Variant:
+        return training.within(lambda: patches.torch_loss(model), variant)
+
+    fused, statistics = training.ours(kernels="fused"), training.ours()
+    return {
+        BASELINE: Described(training.plain),
+        "PEFT LoRA + Liger": Described(liger(ffn=True), ("liger",)),
+        "PEFT LoRA, compiled layers": Described(
+            training.within(lambda: patches.compiled_layers(model)), compiled=True
+        ),
+        "PEFT LoRA + Liger's loss, compiled layers": Described(
+            training.within(lambda: liger_loss(model), training.within(lambda: patches.compiled_layers(model))),
+            ("liger",), compiled=True,
+        ),
+        "Unsloth": Described(unsloth(), ("unsloth",)),
+        "Unsloth, compiled layers": Described(unsloth(compiled=True), ("unsloth",), compiled=True),
+        "Unsloth's LoRA kernels": Described(lora_kernels("unsloth"), ("unsloth",)),
+        "Axolotl's LoRA kernels": Described(lora_kernels("axolotl"), ("axolotl",)),
+        "Axolotl's LoRA kernels + Liger": Described(liger(lora_kernels("axolotl")), ("axolotl", "liger")),
+        "paper's hooks": Described(training.paper, same_gradients=False),
+        "NA-LoRA, model untouched": Described(statistics),
+        "NA-LoRA, fused LoRA layers": Described(fused),
+        "NA-LoRA, everything on": Described(liger(fused), ("liger",)),
+        "NA-LoRA, fused LoRA layers, PyTorch's loss": Described(torch_loss(fused), ("linear_cross_entropy",)),
+        "nalora.fuse": Described(fuse(training)),
+        "nalora.fuse + Liger": Described(liger(fuse(training)), ("liger",)),
+    }  # fmt: skip
+
+
+def of_fp8_base(training: Training) -> dict[str, Described]:
+    """Return the variants of a model whose frozen weights `nalora.fuse(model, base="fp8")` converted."""
+    model = training.model
+
+    def liger(variant) -> Variant:
+        return training.within(lambda: patches.liger(model, ffn=False), variant)
+
+    statistics = training.ours(kernels="fused")
+    return {
+        "nalora.fuse, FP8 base": Described(training.plain, fp8=True),
+        "nalora.fuse + Liger, FP8 base": Described(liger(training.plain), ("liger",), fp8=True),
+        "NA-LoRA, fused LoRA layers, FP8 base": Described(statistics, fp8=True),
+        "NA-LoRA, everything on, FP8 base": Described(liger(statistics), ("liger",), fp8=True),
+    }
+
+
+@contextlib.contextmanager
+def liger_loss(model: Any) -> Iterator[None]:
+    """Use Liger's fused loss alone."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    with patches.contained(model) as causal:
+        apply_liger_kernel_to_llama(model=causal, rope=False, rms_norm=False, swiglu=False)
+        yield
+
+
+def fuse(training: Training) -> Variant:
+    """Return the variant of fused layers without NA-LoRA."""
+
+    @contextlib.contextmanager
+    def fused() -> Iterator[Callable[[], None]]:
+        layers = nalora.fuse(training.model)
+        try:
+            yield training.step
+        finally:
+            layers.undo()
+
+    return fused

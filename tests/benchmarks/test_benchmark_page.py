@@ -1,0 +1,92 @@
+"""The page holds what was measured, with goals reached or not, and nothing else."""
+
+from __future__ import annotations
+
+import harness
+import page
+import peers_page
+import pytest
+
+SETTING = "llama-3.1-8b shapes, 32 layers, 4x1024, r=8, bf16 base"
+
+
+def row(variant: str, p50: float | None, gib: float = 0.0, setting: str = SETTING, run: str = "a", **others):
+    known = {"question": peers_page.QUESTION, "setting": setting, "variant": variant, "run": run, "device": "GPU",
+             "p50": "" if p50 is None else str(p50), "p20": str(p50), "p80": str(p50),
+             "peak_gib": str(gib)}  # fmt: skip
+    return dict.fromkeys(harness.COLUMNS, "") | known | others
+
+
+def lines(section, rows) -> str:
+    return "\n".join(section(rows))
+
+
+def test_no_rows_no_sections():
+    for section in (peers_page.beside_peers, peers_page.by_rank, peers_page.profiles, peers_page.tiles):
+        assert lines(section, [row("PEFT LoRA", 1.0, question="growth")]) == ""
+
+
+def test_goals_are_marked():
+    rows = [
+        row("PEFT LoRA", 400.0, 48.0), row("Unsloth", 270.0, 30.0),
+        row("Axolotl's LoRA kernels", None, note="missing: x"),
+        row("NA-LoRA, everything on", 250.0, 29.0), row("NA-LoRA, everything on, FP8 base", 210.0, 20.0),
+    ]  # fmt: skip
+    text = lines(peers_page.beside_peers, rows)
+    assert "everything on: time relative to PEFT LoRA 0.625, goal ≤ 0.63: reached" in text
+    assert "everything on: time relative to Unsloth 0.926, goal ≤ 0.93: reached" in text
+    assert "FP8 base: time relative to PEFT LoRA 0.525, goal ≤ 0.52: **not reached**" in text
+    assert "FP8 base: memory relative to PEFT LoRA 0.417, goal ≤ 0.5: reached" in text
+    assert "| Axolotl's LoRA kernels | missing: x |" in text
+
+
+def test_ratios_are_within_a_run():
+    rows = [row("PEFT LoRA", 400.0), row("Unsloth", 200.0), row("PEFT LoRA", 100.0, run="b"),
+            row("NA-LoRA, everything on", 60.0, run="b"), row("Unsloth", None, run="b", note="failed: x")]  # fmt: skip
+    text = lines(peers_page.beside_peers, rows)
+    assert "relative to PEFT LoRA 0.600" in text
+    assert "everything on: time relative to Unsloth" not in text
+    # A failure does not hide the time of an earlier run.
+    assert "| Unsloth | 200.0" in text
+
+
+@pytest.mark.parametrize(("slow", "verdict"), [(280.0, "1.120, goal ≤ 1.12: reached"), (290.0, "**not reached**")])
+def test_step_by_rank(slow, verdict):
+    rows = [row("NA-LoRA, everything on", 250.0, 29.0), row("PEFT LoRA", 400.0, 48.0)]
+    assert lines(peers_page.by_rank, rows) == ""
+    large = SETTING.replace("r=8", "r=128")
+    rows += [row("NA-LoRA, everything on", slow, 33.0, large, "b"), row("PEFT LoRA", 500.0, 52.0, large, "b")]
+    text = lines(peers_page.by_rank, rows)
+    assert "| variant | r = 8 | r = 128 |" in text
+    assert verdict in text
+
+
+def test_long_context_and_four_bits_have_their_own_goals():
+    long = "llama-3.1-8b shapes, 32 layers, 1x16384, r=8, bf16 base, gradient checkpointing"
+    four_bit = SETTING.replace("bf16", "NF4")
+    rows = [row("PEFT LoRA + Liger", 100.0, 30.0, long), row("NA-LoRA, everything on", 89.0, 31.0, long),
+            row("Unsloth", 100.0, 20.0, four_bit, "b"),
+            row("NA-LoRA, everything on", 99.0, 19.0, four_bit, "b")]  # fmt: skip
+    text = lines(peers_page.beside_peers, rows)
+    assert "time relative to PEFT LoRA + Liger 0.890, goal ≤ 0.9: reached" in text
+    assert "memory relative to PEFT LoRA + Liger 1.033, goal ≤ 1.0: **not reached**" in text
+    assert "time relative to Unsloth 0.990, goal ≤ 1.0: reached" in text
+
+
+def test_profiles_of_variants_are_columns():
+    rows = [row(part, ms, setting=f"{SETTING}: {variant}", question=peers_page.PROFILE)
+            for variant, parts in {"A": {"loss": 5.0, "step": 9.0}, "B": {"rope": 2.0, "step": 8.0}}.items()
+            for part, ms in parts.items()]  # fmt: skip
+    text = lines(peers_page.profiles, rows)
+    for expected in ("| part | A | B |", "| loss | 5.0 |  |", "| rope |  | 2.0 |", "| step | 9.0 | 8.0 |"):
+        assert expected in text
+
+
+def test_the_page_in_the_repository_is_what_its_rows_say():
+    assert page.PAGE.read_text() == page.page(harness.read())
+
+
+def test_tiles_by_rank():
+    rows = [row(name, ms, setting="forward, r=64", question=peers_page.TILES, note=tile)
+            for name, ms, tile in (("now", 0.2, "Tile(16)"), ("fastest", 0.1, "Tile(32)"))]  # fmt: skip
+    assert "| forward, r=64 | Tile(16) | 200.0 | Tile(32) | 100.0 |" in lines(peers_page.tiles, rows)
