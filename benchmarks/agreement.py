@@ -21,7 +21,7 @@ class Tolerance(NamedTuple):
 # A Llama of 32 layers of width 512 on a CPU: gradients in bf16 differ from those in float32 by 0.018 (worst cosine
 # 0.9992), with weights, inputs and output gradients in FP8 by 0.18 (0.942); losses by 3e-5 and 3e-4. Two bf16 variants
 # round differently, each as far from float32. The bounds of gradients are three (bf16) and two (FP8) times as wide;
-# those of the loss, 17 times or more, only find another function. Larger models may differ by more: no GPU was measured.
+# those of the loss, 17 times or more, only find another function. Larger models may differ by more: unmeasured.
 TOLERANCES = {
     "float32": Tolerance(1e-5, 1e-4, 0.9999),
     "bf16": Tolerance(0.001, 0.08, 0.99),

@@ -48,7 +48,7 @@ def lora_pro(results: Path) -> list[str]:
     efficient = _row(answer_of(results, "gsm8k"), "lora-pro")
     full = _row(answer_of(results, NAME), LORA_PRO)
     return [
-        f"- **LoRA-Pro** was published with its full mode. The table above has its efficient mode, {_shown(efficient)};",
+        f"- **LoRA-Pro** was published with its full mode. Above is its efficient mode, {_shown(efficient)};",
         f"  in `equal-cost` its full mode is {_shown(full)}.",
     ]
 

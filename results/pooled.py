@@ -1,7 +1,7 @@
 """LoRA's baseline from one run per seed, and from all trainings of LoRA: the verdicts of both.
 
 The rule is in the head of studies/gsm8k.yaml: the value of a method for a seed is the median test loss of all its
-trainings at its chosen rate with that seed. NA-LoRA with mask and scales off is LoRA bit for bit, so it belongs to LoRA.
+trainings at its chosen rate with that seed. NA-LoRA with mask and scales off is LoRA bit for bit and belongs to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The smallest effect that each study could find, in loss and as a share of the gap between LoRA and full fine-tuning."""
+"""The smallest effect that each study could find, in loss and as a share of the gap to full fine-tuning."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _by_seed(records: Sequence[Record], measure: str) -> _BySeed:
 
 
 def _families(pairs: Sequence[_Pair], claims: Collection[str]) -> list[list[_Pair]]:
-    """Return the comparisons with the baseline that are corrected together: those of a study's claims, and the others."""
+    """Return the comparisons that are corrected together: those of a study's claims, and the others."""
     families = ([pair for pair in pairs if (pair[0] in claims) is claimed] for claimed in (True, False))
     return [family for family in families if family]
 
