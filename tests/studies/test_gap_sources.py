@@ -16,7 +16,7 @@ from nalora.training.run import train
 STUDY = read("gap-sources")
 ARMS = {arm.name: arm for arm in STUDY.arms}
 ATTENTION, FFN = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
-PARTS = {name.partition("_")[0]: {name} for name in ATTENTION | FFN} | {
+PARTS = {name.partition("_")[0]: {name} for name in sorted(ATTENTION | FFN)} | {
     "FFN": FFN,
     "attention": ATTENTION,
     "embeddings": {"embed_tokens"},
