@@ -13,17 +13,9 @@ from nalora import cli
 def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Run the command line in this process: exit code, stdout, stderr; there is never a traceback."""
     # It switches logging and warnings off for the whole process, and so for the tests that come later.
-    for commands in (
-        cli.chatting,
-        cli.diagnosing,
-        cli.generating,
-        cli.inspecting,
-        cli.listing,
-        cli.reporting,
-        cli.runs,
-        cli.studying,
-    ):
-        monkeypatch.setattr(commands, "hush_libraries", lambda: None)
+    for commands in vars(cli).values():
+        if hasattr(commands, "hush_libraries"):
+            monkeypatch.setattr(commands, "hush_libraries", lambda: None)
 
     def type_in(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["nalora", *map(str, arguments)])

@@ -21,7 +21,7 @@ SETTINGS = [
     *tasks.option_types("gsm8k"), *methods.get("na-lora").options({}), "arms", "rnak", "", "é", "x" * 300,
 ]  # fmt: skip
 TEXTS = [
-    "", " ", ".", "~", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
+    "", " ", ".", "~", "~0", "/proc/self/mem", "no/such/file", "file.txt", "file.txt/below", "x" * 300,
     "é" * 200, "😀", "\u202e", "\x7f", "a\tb", "[bold]x[/bold]", "null", "1e400", "-1", "0x10", "0", "lora", "na-lora",
     "cpu:9", "cuda:7", "gsm8k", "gym/", "gym/chain_sum", "t5", "adamw_torch", "wandb", "no.py", "file.txt.py",
     "float16", "4bit",

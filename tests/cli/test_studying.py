@@ -65,7 +65,9 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     stamps = {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
     assert run(*command)[0] == 0
     assert stamps == {file: file.stat().st_mtime_ns for file in store.rglob("result.json")}
-    assert run(*command, "--dry-run")[1].splitlines() == ["6 runs in all, 0 of them can start now, 2 arms"]
+    runs_left, gpu_hours = run(*command, "--dry-run")[1].splitlines()
+    assert runs_left == "6 runs in all, 0 of them can start now, 2 arms"
+    assert gpu_hours.startswith("GPU hours: not estimated, because no step of ")
 
 
 def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_path):

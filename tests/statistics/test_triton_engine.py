@@ -111,7 +111,7 @@ def test_the_engine_is_chosen_by_device_activation_and_precision():
 def test_without_triton_the_reference_serves(monkeypatch):
     from nalora.kernels.statistics import engines
 
-    monkeypatch.setattr(engines, "_has_triton", lambda: False)
+    monkeypatch.setattr(engines, "has_triton", lambda: False)
     assert choose(activations.get("silu"), torch.device("cuda"), torch.float32, kernels="auto").name == "reference"
 
 

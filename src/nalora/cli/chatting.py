@@ -26,7 +26,7 @@ from nalora.cli.screen import (
     printable,
 )
 from nalora.errors import NALoRAError, counted, did_you_mean, reason
-from nalora.files import atomic
+from nalora.files import atomic, expanded
 
 if TYPE_CHECKING:
     from nalora.evaluation.conversation import Conversation
@@ -191,7 +191,7 @@ class Session:
         rows = [{"messages": talk.messages, **({"model": label} if label else {})} for label, talk in talks.items()]
         text = "".join(atomic.json_text(row) + "\n" for row in rows)
         try:
-            with Path(name).expanduser().open("x", encoding="utf-8", errors="replace") as file:
+            with expanded(name).open("x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except FileExistsError:
             self._note(f"{name} exists already and is left as it is: give another name.")

@@ -18,6 +18,7 @@ from nalora.config import NALoRAConfig
 from nalora.control.blocks import find_blocks
 from nalora.control.plan import Plan, make_plan
 from nalora.errors import NALoRAError
+from nalora.files import expanded
 from nalora.models.compatibility import check_generates_text, refuse_kernel
 from nalora.models.gguf_cache import gguf_config
 from nalora.models.loading import gguf_file
@@ -172,7 +173,7 @@ def _check_size(config: Any, model: str) -> None:
 def _read_config(model: str) -> Any:
     if (gguf := gguf_file(model)) is not None:
         return gguf_config(gguf)  # from the file's header, so no weights are dequantised
-    path = Path(model).expanduser()
+    path = expanded(model)
     hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
     if not path.exists() and not hub:
         raise _no_model(model, "no such file or folder")

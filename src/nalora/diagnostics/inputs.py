@@ -11,6 +11,7 @@ from torch import nn
 
 from nalora import tasks
 from nalora.errors import missing_path
+from nalora.files import expanded
 from nalora.models import loading
 from nalora.models.adapters import is_adapter, with_adapter
 from nalora.models.loading import Loaded, ModelSpec
@@ -129,7 +130,7 @@ def load_run_and_target(run: Run, trained: Path, target: str, options: Diagnosis
     The target is a finished run, an adapter of the same base, a model's folder, or a hub id. Raises NALoRAError if it
     does not exist, is not finished or cannot be loaded.
     """
-    path, base = Path(target).expanduser(), {}
+    path, base = expanded(target), {}
     if not path.exists() and (path.is_absolute() or (path.parent != Path() and path.parent.is_dir())):
         # A path in an existing folder is not a hub id, so the hub is not queried.
         raise missing_path("folder", target, "a run, an adapter or a model to compare with")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.evaluation.answers import Answered, read_answers
+from nalora.files import expanded
 from nalora.files.atomic import read_json
 from nalora.runs.folder import RunFolder
 from nalora.runs.targets import results_of
@@ -46,7 +47,7 @@ def stored_evaluations(name: str) -> list[StoredEvaluation]:
 
 
 def _root(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (path / "run.yaml").is_file():
         return RunFolder(path).evaluations
     if path.is_dir() and any(path.rglob(_OUTPUTS)):
@@ -85,7 +86,7 @@ def _same_questions(one: Path, other: Path) -> bool:
 
 
 def _nothing(name: str, root: Path) -> NALoRAError:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (path / "run.yaml").is_file():
         return NALoRAError(
             name, found="a run without answers", expected="an evaluation of it", fix=f"start `nalora evaluate {name}`"

@@ -8,4 +8,10 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """Return the folder for data that can be recomputed (NALORA_CACHE, else ~/.cache/nalora); it need not exist."""
-    return Path(os.environ.get("NALORA_CACHE", "~/.cache/nalora")).expanduser()
+    return expanded(os.environ.get("NALORA_CACHE", "~/.cache/nalora"))
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with ~ and ~user replaced by home directories; that of an unknown user is kept as it is."""
+    # Path.expanduser raises RuntimeError for it, although a file may well be called "~0".
+    return Path(os.path.expanduser(path))

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from nalora.errors import NALoRAError, first_line, missing_package
+from nalora.files import expanded
 from nalora.models import gguf_cache
 from nalora.models.compatibility import (
     best_device,
@@ -192,7 +193,7 @@ def gguf_file(name: str) -> Path | None:
     Raises:
         NALoRAError: ``smollm2-135m`` without the wheel that contains it.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name not in NAMED:
         return path if path.suffix == ".gguf" else None
     # The wheel is not imported: its own imports need a C++ runtime.
@@ -214,7 +215,7 @@ def _source(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     extra: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
     if (gguf := gguf_file(spec.name)) is not None:
         return str(gguf_cache.dense_folder(gguf)), extra
-    path = Path(spec.name).expanduser()
+    path = expanded(spec.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NALoRAError(
@@ -241,7 +242,7 @@ def is_path(name: str) -> bool:
     """Return whether a name cannot be a hub id (NAME or OWNER/NAME), or starts with the name of an existing folder."""
     path = Path(name)
     no_id = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2 or "\\" in name
-    return no_id or path.expanduser().exists() or (len(path.parts) == 2 and Path(path.parts[0]).is_dir())
+    return no_id or expanded(path).exists() or (len(path.parts) == 2 and Path(path.parts[0]).is_dir())
 
 
 def _check_config(spec: ModelSpec, config: Any) -> None:
@@ -304,7 +305,7 @@ def _not_loaded(spec: ModelSpec, error: Exception) -> NALoRAError:
         reason = "weights of other shapes than its config.json describes"
     if "trust_remote_code" in str(error):
         fix = "read that code, and if you trust it add --trust (trust_remote_code: true in a run file)"
-    elif Path(spec.name).expanduser().exists():
+    elif expanded(spec.name).exists():
         fix = "check that the folder contains a complete model of this kind"
     else:
         reason = f"no folder of that name and, from the hub, {reason}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora import __version__
+from nalora.files import expanded
 from nalora.models import gguf_cache, loading
 from nalora.models.adapters import adapter_config
 from nalora.report.evaluations import label, read_evaluations
@@ -223,7 +224,7 @@ def _plain(value: object) -> str:
 
 def is_dequantised(name: str) -> bool:
     """Return whether a base model is a GGUF file, or the dense copy that nalora made of one."""
-    return loading.gguf_file(name) is not None or gguf_cache.is_dense_copy(Path(name).expanduser())
+    return loading.gguf_file(name) is not None or gguf_cache.is_dense_copy(expanded(name))
 
 
 def base_name(target: Target) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.files import expanded
 from nalora.models import loading
 from nalora.models.adapters import adapter_config, is_adapter, with_adapter
 from nalora.models.loading import Kind, Loaded, ModelSpec
@@ -81,7 +82,7 @@ def resolve(
         NALoRAError: none of these, an unfinished run, an adapter whose base model is unknown or missing, or settings
             or files that would run code without trust.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if (path / "run.yaml").is_file():
         finished = finished_run(path, trust=trust, own=own)
         spec = _with(finished.run.settings.model_spec(), model, device)
@@ -178,7 +179,7 @@ def _base_of(folder: Path, model: str | None, trust: bool) -> ModelSpec:
 
 def _existing(named: str, folder: Path) -> Path | None:
     """Return the base model at a path that an adapter names: a script may have been started in a folder above it."""
-    path = Path(named).expanduser()
+    path = expanded(named)
     starts = [Path(), folder, *folder.absolute().parents]
     places = [path] if path.is_absolute() else [start / path for start in starts]
     return next((place for place in places if (place / "config.json").is_file()), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, shortened
-from nalora.files import python_files
+from nalora.files import expanded, python_files
 
 # Whoever decides must see the whole path of the code.
 _LONGEST = 400
@@ -47,7 +47,7 @@ def consequences(options: Mapping[str, Any], folder: Path | None = None) -> dict
     if url and url != os.environ.get("OPENAI_BASE_URL"):
         clauses["judge_url"] = f"send OPENAI_API_KEY to {shown('judge_url')} (judge_url)"
     record = options.get("judgements")
-    if record and not (folder and Path(str(record)).expanduser().resolve().is_relative_to(folder.resolve())):
+    if record and not (folder and expanded(str(record)).resolve().is_relative_to(folder.resolve())):
         clauses["judgements"] = f"write to the file {shown('judgements')} (judgements)"
     return clauses
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nalora.errors import NALoRAError, did_you_mean
+from nalora.files import expanded
 from nalora.models.file_digest import digest_of_file
 from nalora.tasks.sources import NoSplitError, datasets_library, hub_data
 from nalora.tasks.text_files import JsonLines, Report, Row, Table
@@ -42,7 +43,7 @@ def is_data(name: str) -> bool:
     """Whether a task's name means a data file, a folder with data files, or a data set of the hub."""
     if name.startswith(HUB) or name.lower().endswith(SUFFIXES):
         return True
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
@@ -60,7 +61,7 @@ def open_rows(source: str | Path, split: str = "train", report: Report = lambda 
 
 def files_for(source: str | Path, split: str) -> list[Path]:
     """Return the files of a split, existing or not: those of a folder, or the file itself; none of the hub."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if str(source).startswith(HUB):
         return []
     return files_of(path, split) if path.is_dir() else [path]
@@ -68,7 +69,7 @@ def files_for(source: str | Path, split: str) -> list[Path]:
 
 def contents(source: str) -> dict[str, str]:
     """Return the SHA-256 of a file, or of a folder's data files, by name; of the hub only the name is known."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     return {file.name: digest_of_file(file) for file in files if file.is_file()} or {source: ""}
 

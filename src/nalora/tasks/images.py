@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nalora.errors import NALoRAError
+from nalora.files import expanded
 from nalora.models.file_digest import digest_of_file
 from nalora.tasks.image_splits import ImageSplit, LabelledImage, Splits, digits, from_folder, from_hub
 from nalora.tasks.splits import hold_out_indices
@@ -46,7 +47,7 @@ class ImageTask(Task):
     prompt = "a photo of a {}."
 
     def __init__(self, data_dir: str | Path | None = None) -> None:
-        self.data_dir: Path | None = Path(data_dir).expanduser() if data_dir is not None else None
+        self.data_dir: Path | None = expanded(data_dir) if data_dir is not None else None
 
     @functools.cached_property
     def _data(self) -> Splits:

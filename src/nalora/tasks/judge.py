@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from nalora.errors import NALoRAError, counted, require
+from nalora.files import expanded
 from nalora.files.atomic import json_text
 from nalora.tasks import chat_server
 from nalora.tasks.chat_server import masked
@@ -47,7 +48,7 @@ class Judgements:
     """
 
     def __init__(self, file: str | Path | None = None) -> None:
-        self.file = Path(file).expanduser() if file is not None else None
+        self.file = expanded(file) if file is not None else None
         self._lock = threading.Lock()
         self.answers: dict[str, str] = {}
         self._incomplete_end = False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from nalora.errors import NALoRAError, listed
+from nalora.files import expanded
 from nalora.tasks.data_files import SUFFIXES, Rows, open_rows
 from nalora.tasks.data_formats import FORMATS, Conversation, Reader
 from nalora.tasks.example_rows import plain_prompt
@@ -52,7 +52,7 @@ class PromptRows(Sequence[Example]):
         wrap: Callable[[str], str] | None = None,
         report: Report = lambda *progress: None,
     ) -> None:
-        path = Path(source).expanduser()
+        path = expanded(source)
         is_text = path.suffix.lower() == ".txt" and path.is_file()
         self.rows: Rows = TextLines(path, report) if is_text else open_rows(source, split, report)
         self.reader = _reader(source, self.rows[0], columns or {})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from nalora.errors import NALoRAError, missing_package, require, shortened
+from nalora.files import expanded
 
 Rows = list[dict[str, Any]]
 Value = TypeVar("Value")
@@ -81,14 +82,14 @@ def read_rows(
 
 def holds(data_dir: str | Path | None, files: Sequence[str]) -> bool:
     """Return whether the folder contains one of these files."""
-    return data_dir is not None and any((Path(data_dir).expanduser() / file).is_file() for file in files)
+    return data_dir is not None and any((expanded(data_dir) / file).is_file() for file in files)
 
 
 def find_file(task: str, data_dir: str | Path | None, candidates: Sequence[str]) -> Path:
     """Return the first of the candidates that exists in the folder."""
     found = "no data_dir"
     if data_dir is not None:
-        folder = Path(data_dir).expanduser()
+        folder = expanded(data_dir)
         for file in (folder / candidate for candidate in candidates):
             if file.is_file():
                 return file
