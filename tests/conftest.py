@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import warnings
 
@@ -38,3 +39,10 @@ def pytest_unconfigure():
 def _same_seed_everywhere():
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", message="nalora: Adam")
+
+
+@pytest.fixture(autouse=True)
+def _messages_are_logged():
+    """A command that runs in the process of a test switches the messages of libraries off for the tests after it."""
+    yield
+    logging.disable(logging.NOTSET)

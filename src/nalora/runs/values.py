@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nalora.errors import collecting, missing_package, shortened, unknown_name
@@ -50,12 +50,11 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
             f"target_modules: {shortened(repr(modules))}, expected a list of names: [{names}]"
             f" (on the command line 'target_modules=[{names.replace(' ', '')}]')"
         )
-    for name, expected, numbers in (
-        ("learning_rate_factors", "positive numbers", (values.get("learning_rate_factors") or {})),
-        ("gate_movement_steps", "steps of 1 or more", dict(enumerate(values.get("gate_movement_steps") or ()))),
-    ):
-        if not all(isinstance(number, int | float) and number > 0 for number in numbers.values()):
-            problems.append(f"{name}: {shortened(repr(values[name]))}, expected {expected}")
+    factors, steps = values.get("learning_rate_factors"), values.get("gate_movement_steps")
+    if isinstance(factors, dict) and not _all_positive(factors.values()):
+        problems.append(f"learning_rate_factors: {shortened(repr(factors))}, expected positive numbers")
+    if isinstance(steps, list | tuple) and not _all_positive(steps):
+        problems.append(f"gate_movement_steps: {shortened(repr(steps))}, expected steps of 1 or more")
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is not a multiple of micro_batch_size, {micro}")
@@ -64,6 +63,10 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
     if values.get("base") == "fp8" and values.get("quantise"):
         problems.append(f"base: fp8 with quantise: {values['quantise']}; remove one of the two")
     return problems
+
+
+def _all_positive(numbers: Iterable[Any]) -> bool:
+    return all(isinstance(number, int | float) and number > 0 for number in numbers)
 
 
 def _loggers(report_to: str | Sequence[str]) -> list[str]:
