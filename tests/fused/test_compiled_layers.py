@@ -173,3 +173,31 @@ def test_a_forward_that_depends_on_data_is_an_error_with_a_fix(graphs):
     mlp.forward = lambda x: plain(x) if x.sum().item() > 0 else plain(-x)
     with pytest.raises(nalora.NALoRAError, match=r"layers\.0: found a layer that cannot be compiled"):
         model(**batch())
+
+
+def test_bf16_autocast_computes_gradients_of_adapters_in_float32(graphs):
+    """Attention alone: Triton's interpreter multiplies bf16 as integers."""
+    model = llama(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    layers = nalora.fuse(model, compile_layers=True)
+    with torch.autocast(tiny.trainable(model)[0].device.type, torch.bfloat16):
+        agreement = layers.check(batch())
+    assert agreement.loss == pytest.approx(agreement.reference_loss, rel=5e-3)
+    assert agreement.lowest_cosine > 0.999
+    model(**batch()).loss.backward()
+    assert {parameter.grad.dtype for parameter in tiny.trainable(model)} == {torch.float32}
+    assert graphs() >= 1
+
+
+def test_the_operators_describe_themselves_correctly():
+    """Shapes without values, gradients and functionalisation, as torch.library checks them."""
+    device = tiny.trainable(llama())[0].device
+    a, b = ([torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+            for shapes in (((4, 32), (3, 32)), ((16, 4), (48, 3))))  # fmt: skip
+    frozen = [torch.randn(16, 32, device=device), torch.randn(16, device=device), torch.randn(48, 32, device=device)]
+    x = torch.randn(2, 5, 32, device=device, requires_grad=True)
+    torch.library.opcheck(linears_op.lora_linears, (x, frozen, a, b, [2.0, 0.5]))
+    shapes = (((4, 32), (4, 32), (4, 48)), ((48, 4), (48, 4), (32, 4)), ((48, 32), (48, 32), (32, 48)))
+    a, b, frozen = ([torch.randn(*shape, device=device) for shape in group] for group in shapes)
+    for factor in (*a, *b):
+        factor.requires_grad_()
+    torch.library.opcheck(ffn_op.lora_ffn, (x, frozen, a, b, [2.0, 0.5, 1.0], 0, float("inf"), 0.0))
