@@ -254,9 +254,9 @@ def test_the_choice_of_engine(monkeypatch):
     assert choose(SILU, cpu, torch.float64, kernels="auto", channels=46080).name == "reference"
     assert choose(SILU, cpu, torch.float32, kernels="off", channels=46080).name == "reference"
     unknown = activations.get(lambda z: z * torch.sigmoid(3 * z))
-    monkeypatch.setattr(engines, "_has_triton", lambda: True)
+    monkeypatch.setattr(engines, "has_triton", lambda: True)
     assert choose(unknown, torch.device("cuda"), torch.float32, kernels="auto", channels=46080).name == "compiled"
-    monkeypatch.setattr(engines, "_has_triton", lambda: False)
+    monkeypatch.setattr(engines, "has_triton", lambda: False)
     assert choose(unknown, torch.device("cuda"), torch.float32, kernels="auto", channels=46080).name == "reference"
 
 
