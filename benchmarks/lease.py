@@ -25,6 +25,7 @@ MAIN = [
     "PEFT LoRA + Liger", "Unsloth", "NA-LoRA, everything on", "nalora.fuse + Liger",
     "NA-LoRA, everything on, FP8 base",
 ]  # fmt: skip
+COMPILED = "nalora.fuse + Liger's loss, compiled layers"
 LONG = [*MAIN, "NA-LoRA, fused LoRA layers, PyTorch's loss"]
 # Enough for the model to be built and for each variant's first round, whose kernels are compiled.
 GRACE = 60
@@ -47,8 +48,8 @@ def step(name: str, seconds: int, *options: str, only: list[str] | None = None) 
 COMMANDS = [
     # Every variant on two layers: what does not run or does not agree is known after a minute.
     Command("check", 150, ("training_step.py", "--check", "--layers", "2", "--no-compiled")),
-    step("bf16 and FP8, 4 x 1,024", 480),
-    Command("profile", 150, ("profile_step.py", "NA-LoRA, everything on", "Unsloth", "PEFT LoRA")),
+    step("bf16 and FP8, 4 x 1,024", 600),
+    Command("profile", 150, ("profile_step.py", "NA-LoRA, everything on", "Unsloth", "PEFT LoRA", COMPILED)),
     Command("profile of FP8", 120, ("profile_step.py", "NA-LoRA, everything on, FP8 base")),
     step("rank 128", 180, "--rank", "128", only=MAIN),
     step("1 x 16,384", 240, "--batch", "1", "--length", "16384", "--checkpointing", "--rounds", "2", "--steps", "4",

@@ -2,7 +2,7 @@
 
 python benchmarks/rank_tiles.py [--ranks 8 16 32 64 128] [--tokens 4096] [--width 14336] [--time-limit SECONDS]
 
-The functions `forward` and `backward` of the module are called as training does, with its tile constants replaced.
+The functions `forward` and `backward` of the module are called as training does, with their choice of a tile replaced.
 Every tile's results are compared with those of the module's own tile before it is timed: a tile that computes
 something else, or does not compile, is reported and left out.
 """
@@ -81,16 +81,15 @@ def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
 
 def sweep(case: Case, direction: str, limit: harness.TimeLimit, timed: bool = True) -> dict[Tile, dict[str, float]]:
     """Return the times of all tiles that compute the same as the module's own, that one first."""
-    constant = f"_{direction.upper()}"
     check = getattr(case, direction)
     timing = case.forward if direction == "forward" else case.backward_in_place
-    own = getattr(gated, constant)
+    own = gated.tile_of(direction, case.low_rank.b_gate.shape[1])
     expected = check()
     results: dict[Tile, dict[str, float]] = {}
     for tile in (own, *(tile for tile in tiles() if tile != own and case.fits(tile, direction))):
         if results and limit.reached():
             break
-        with mock.patch.object(gated, constant, tile):
+        with mock.patch.object(gated, "tile_of", lambda *_, tile=tile: tile):
             try:
                 agrees = same(check(), expected)
             # Too large for the GPU's shared memory or registers, which is known only once it is compiled.

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import patches
 import peers
+import torch
 from harness import Variant
 from training import Training
 
 import nalora
+from nalora.control.fused_model import fused_layers
 
 BASELINE = "PEFT LoRA"
 
@@ -74,6 +76,10 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
         "NA-LoRA, fused LoRA layers, PyTorch's loss": Described(torch_loss(fused), ("linear_cross_entropy",)),
         "nalora.fuse": Described(fuse(training)),
         "nalora.fuse + Liger": Described(liger(fuse(training)), ("liger",)),
+        "nalora.fuse, compiled layers": Described(fuse(training, compile_layers=True), compiled=True),
+        "nalora.fuse + Liger's loss, compiled layers": Described(
+            training.within(lambda: liger_loss(model), fuse(training, compile_layers=True)), ("liger",), compiled=True,
+        ),
     }  # fmt: skip
 
 
@@ -85,11 +91,16 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
         return training.within(lambda: patches.liger(model, ffn=False), variant)
 
     statistics = training.ours(kernels="fused")
+    compiled = training.within(lambda: compiled_fp8(model))
     return {
         "nalora.fuse, FP8 base": Described(training.plain, fp8=True),
         "nalora.fuse + Liger, FP8 base": Described(liger(training.plain), ("liger",), fp8=True),
         "NA-LoRA, fused LoRA layers, FP8 base": Described(statistics, fp8=True),
         "NA-LoRA, everything on, FP8 base": Described(liger(statistics), ("liger",), fp8=True),
+        "nalora.fuse, compiled layers, FP8 base": Described(compiled, compiled=True, fp8=True),
+        "nalora.fuse + Liger's loss, compiled layers, FP8 base": Described(
+            training.within(lambda: liger_loss(model), compiled), ("liger",), compiled=True, fp8=True
+        ),
     }
 
 
@@ -103,15 +114,42 @@ def liger_loss(model: Any) -> Iterator[None]:
         yield
 
 
-def fuse(training: Training) -> Variant:
+@contextlib.contextmanager
+def compiled_fp8(model: Any) -> Iterator[None]:
+    """Compile the decoder layers of a model that is fused with an FP8 base, whose originals are not kept."""
+    layers = fused_layers(model)
+    with compilation():
+        layers.remove()
+        layers.compiles_layers = True
+        layers.install()
+        try:
+            yield
+        finally:
+            layers.remove()
+            layers.compiles_layers = False
+            layers.install()
+
+
+@contextlib.contextmanager
+def compilation() -> Iterator[None]:
+    """Compile from scratch, and keep nothing compiled for the next variant."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def fuse(training: Training, *, compile_layers: bool = False) -> Variant:
     """Return the variant of fused layers without NA-LoRA."""
 
     @contextlib.contextmanager
     def fused() -> Iterator[Callable[[], None]]:
-        layers = nalora.fuse(training.model)
-        try:
-            yield training.step
-        finally:
-            layers.undo()
+        with compilation() if compile_layers else contextlib.nullcontext():
+            layers = nalora.fuse(training.model, compile_layers=compile_layers)
+            try:
+                yield training.step
+            finally:
+                layers.undo()
 
     return fused

@@ -88,11 +88,11 @@ def test_tiles_are_swept_through_the_modules_functions(monkeypatch):
     monkeypatch.setattr(rank_tiles, "tiles", lambda: [narrow, wide])
     monkeypatch.setattr(rank_tiles, "milliseconds", lambda run: {"p50": 1.0})
     case = rank_tiles.Case(8, 40, 128, "cpu", torch.float32)
-    before = rank_tiles.gated._FORWARD
+    before = rank_tiles.gated.tile_of
     # A forward program of 32 channels would write beyond the slots of the counts.
     assert [*rank_tiles.sweep(case, "forward", harness.TimeLimit(None))][1:] == [wide]
     assert [*rank_tiles.sweep(case, "backward", harness.TimeLimit(None))][1:] == [narrow, wide]
-    assert rank_tiles.gated._FORWARD is before
+    assert rank_tiles.gated.tile_of is before
 
 
 def test_a_tile_with_another_result_is_left_out(monkeypatch, capsys):
@@ -100,6 +100,8 @@ def test_a_tile_with_another_result_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(rank_tiles, "tiles", lambda: [other])
     case = rank_tiles.Case(8, 32, 64, "cpu", torch.float32)
     plain = case.forward
-    monkeypatch.setattr(case, "forward", lambda: [h * (1 + (other == rank_tiles.gated._FORWARD)) for h in plain()])
+    monkeypatch.setattr(
+        case, "forward", lambda: [h * (1 + (other == rank_tiles.gated.tile_of("forward", 8))) for h in plain()]
+    )
     assert other not in rank_tiles.sweep(case, "forward", harness.TimeLimit(None), timed=False)
     assert "another result" in capsys.readouterr().out

@@ -13,6 +13,9 @@ import training_step
 import variants
 from transformers.models.llama import modeling_llama as llama
 
+from nalora.control import fused_model
+from nalora.kernels.statistics import engines
+
 
 def state_of(model):
     """Everything a library replaces: names of the module, forwards of its classes, attributes of the modules."""
@@ -112,3 +115,36 @@ def test_missing_peers_are_reported(tiny_step, capsys):
     assert rows["Unsloth"]["note"].startswith("missing: ModuleNotFoundError")
     assert "missing: unsloth" in capsys.readouterr().out
     assert float(rows["NA-LoRA, model untouched"]["worst_cosine"]) == 1.0
+
+
+@pytest.mark.skipif(not engines.can_compile(torch.device("cpu")), reason="no C++ compiler")
+def test_fused_compiled_and_fp8_layers_are_rows_of_one_run(tiny_step):
+    names = [
+        "nalora.fuse", "nalora.fuse, compiled layers", "nalora.fuse, FP8 base",
+        "nalora.fuse, compiled layers, FP8 base",
+        "NA-LoRA, fused LoRA layers", "NA-LoRA, fused LoRA layers, FP8 base", "PEFT LoRA, compiled layers",
+    ]  # fmt: skip
+    args = tiny_step(*names, no_compiled=False, no_fp8=False)
+    training_step.run(args)
+    rows = training_step.harness.read(args.rows)
+    assert {row["variant"] for row in rows if row["p50"]} == {variants.BASELINE, *names}
+    assert len({row["run"] for row in rows}) == 1
+    errors = {row["variant"]: float(row["gradient_error"]) for row in rows if row["variant"] in names}
+    assert all(error < 1e-5 for name, error in errors.items() if "FP8" not in name)
+    assert all(1e-3 < error < 0.2 for name, error in errors.items() if "FP8" in name)
+
+
+@pytest.mark.skipif(not engines.can_compile(torch.device("cpu")), reason="no C++ compiler")
+def test_compiled_layers_are_undone(training):
+    before = state_of(training.model)
+    variant = variants.of_plain_base(training, peers.Kernels())["nalora.fuse, compiled layers"]
+    assert variant.compiled
+    with variant.enter() as step:
+        assert nalora_layers(training).compiles_layers
+        step()
+    assert state_of(training.model)[:2] == before[:2]
+    assert nalora_layers(training) is None
+
+
+def nalora_layers(training):
+    return fused_model.fused_layers(training.model)

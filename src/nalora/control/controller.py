@@ -82,6 +82,7 @@ class NALoRAController:
         # Fused layers hide their gates; they come back when the controller is detached.
         self._fused_before = fused_layers(self.model)
         if self._fused_before is not None:
+            self._fused_before.refuse_compiled("attach(model)")
             device = next(self.model.parameters()).device
             kernels = "fused" if kernels == "auto" and has_triton() and triton_runs_on(device) else kernels
             self._fused_before.remove()

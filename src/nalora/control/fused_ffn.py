@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nalora.control.blocks import FFNBlock
@@ -41,13 +42,20 @@ def fuse(model: nn.Module, plan: Plan, observers: Sequence[object]) -> list[Call
     return undo + fuse_adapters(model, factors, frozenset(fused))
 
 
-def fuse_ffn(block: FFNBlock, factors: StepFactors, observer: GateObserver | None = None) -> Callable[[], None] | None:
+# Computes gate, up and down inside a compiled graph.
+InGraph = Callable[[Tensor, nn.Module, nn.Module, nn.Module, GateSpec], Tensor]
+
+
+def fuse_ffn(
+    block: FFNBlock, factors: StepFactors, observer: GateObserver | None = None, in_graph: InGraph | None = None
+) -> Callable[[], None] | None:
     """Compute a whole gated FFN as one function; return what restores the module's forward, None if impossible.
 
     Args:
         block: the FFN.
         factors: where its adapters are cast.
         observer: of its gate, if statistics are collected.
+        in_graph: computes it under torch.compile, where it keeps its own forward without it.
     """
     host, known = block.host, number_and_limit(block.activation)
     if host is None or known is None or block.up is None or block.fused:
@@ -60,15 +68,24 @@ def fuse_ffn(block: FFNBlock, factors: StepFactors, observer: GateObserver | Non
     spec = GateSpec(*known, *thresholds, block.up_offset, with_up)
     factors.groups += [inner, outer]
     original = host.forward
+    runs = triton_runs_on(next(host.parameters()).device)  # not read from the environment while a graph is traced
 
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        compiling = torch.compiler.is_compiling()
         inside, outside = adapters_of(inner), adapters_of(outer)
-        if inside is None or outside is None or not is_plain_call(args, kwargs) or not triton_runs_on(x.device):
+        if (
+            inside is None
+            or outside is None
+            or not is_plain_call(args, kwargs)
+            or not (compiling or triton_runs_on(x.device))
+        ):
             return original(x, *args, **kwargs)
         (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
             return original(x, *args, **kwargs)
+        if compiling:
+            return in_graph(x, *inner, *outer, spec) if in_graph and runs else original(x, *args, **kwargs)
         mask = sums = None
         if observer is not None:
             mask = as_bytes(observer.token_mask.of(x.shape[:-1]))

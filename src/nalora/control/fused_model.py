@@ -14,7 +14,9 @@ from nalora.control.fused_check import Agreement, compare, loss_and_gradients
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
 from nalora.errors import NALoRAError, require
+from nalora.kernels.fused import linears_op
 from nalora.kernels.fused.adapters import StepFactors, frozen_weight
+from nalora.kernels.fused.compiled_layers import compile_layers, decoder_layers, refuse_unless_compilable
 from nalora.kernels.fused.linears import fuse_adapters
 from nalora.kernels.statistics.engines import has_triton
 
@@ -22,7 +24,7 @@ Base = Literal["keep", "fp8"]
 _ATTRIBUTE = "nalora_layers"
 
 
-def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> FusedModel:
+def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False, compile_layers: bool = False) -> FusedModel:
     """Compute the LoRA layers of a model by fused functions from now on: less time and memory, the same results.
 
     A gated FFN with its three adapters is one function on a GPU, and linear layers that share an input are one.
@@ -36,9 +38,12 @@ def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> F
             changes the model's outputs slightly; output layers are left as they are. The adapter that is trained is
             meant for the model in its own precision.
         keep_base: whether FP8's original weights are kept on the host, so that `undo` can put them back.
+        compile_layers: whether torch.compile also compiles whole decoder layers, with the fused functions inside. The
+            first steps take longer, and so does the first step of every other shape; not for use with NA-LoRA.
 
     Raises:
-        NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8.
+        NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8 or whose
+            layers cannot be compiled.
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     is_model = isinstance(model, nn.Module) and any(isinstance(module, LoraLayer) for module in model.modules())
@@ -53,7 +58,7 @@ def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> F
     if any(is_observed(module) for module in model.modules()):
         found, fix = "a model with NA-LoRA attached", "call fuse(model) before attach"
         raise NALoRAError("fuse(model)", found=found, expected="a model without a controller", fix=fix)
-    return FusedModel(model, base=base, keep_base=keep_base)
+    return FusedModel(model, base=base, keep_base=keep_base, compile_layers=compile_layers)
 
 
 def fused_layers(model: nn.Module) -> FusedModel | None:
@@ -65,8 +70,12 @@ def fused_layers(model: nn.Module) -> FusedModel | None:
 class FusedModel:
     """The fused layers of one model; created by `fuse`."""
 
-    def __init__(self, model: nn.Module, *, base: Base = "keep", keep_base: bool = False) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, *, base: Base = "keep", keep_base: bool = False, compile_layers: bool = False
+    ) -> None:
+        self.model, self.compiles_layers = model, compile_layers
+        if compile_layers:
+            refuse_unless_compilable(model)
         self._blocks = _fusable_blocks(model)
         self._base = None
         if base == "fp8":
@@ -85,12 +94,17 @@ class FusedModel:
         self.ffns: list[FFNBlock] = []
         for block in self._blocks:
             from nalora.control.fused_ffn import fuse_ffn  # Triton may not be installed
+            from nalora.kernels.fused import ffn_op
 
-            if (restore := fuse_ffn(block, factors)) is not None:
+            ffn_in_graph = ffn_op.compute if self.compiles_layers else None
+            if (restore := fuse_ffn(block, factors, in_graph=ffn_in_graph)) is not None:
                 self._undo.append(restore)
                 self.ffns.append(block)
         # The layers of an FFN too: on a CPU it is computed layer by layer.
-        self._undo += fuse_adapters(self.model, factors)
+        in_graph = linears_op.compute if self.compiles_layers else None
+        self._undo += fuse_adapters(self.model, factors, in_graph=in_graph)
+        if self.compiles_layers:
+            self._undo += compile_layers(self.model)
 
     def remove(self) -> None:
         """Restore PEFT's forwards; a base in FP8 stays."""
@@ -147,6 +161,12 @@ class FusedModel:
         print(agreement)
         return agreement
 
+    def refuse_compiled(self, where: str) -> None:
+        """Raise NALoRAError if decoder layers are compiled: their graphs do not collect the statistics of gates."""
+        if self.compiles_layers:
+            found, fix = "a model with compiled layers", "call undo(), then fuse(model) without compile_layers"
+            raise NALoRAError(where, found=found, expected="fused layers that are not compiled", fix=fix)
+
     def _refuse_controller(self, where: str) -> None:
         if any(is_observed(module) for module in self.model.modules()):
             found, fix = "NA-LoRA attached to the model", "call detach() on its controller first"
@@ -161,6 +181,8 @@ class FusedModel:
             f"Fused layers: {len(fused)} of {len(layers)} LoRA layers, {len(in_ffns & set(fused))} of them in"
             f" {len(self.ffns)} FFNs that are one function each"
         ]
+        if self.compiles_layers:
+            lines.append(f"  compiled: {len(decoder_layers(self.model))} decoder layers, when they are first used")
         if self._base is not None:
             count, base = len(self._base.converted), self._base
             memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"

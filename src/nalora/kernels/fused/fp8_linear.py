@@ -6,7 +6,7 @@ use its weight directly. Gradients flow to the input; the weight is not trainabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,17 @@ from nalora.kernels.fused.lora_linear import compute_dtype
 class FP8Weight(SummedWeight):
     """A weight [out, in] of e4m3 codes with a scale for each output."""
 
-    def __init__(self, linear: FP8Linear) -> None:
-        self.linear = linear  # whose parameters may still move to another device
+    def __init__(self, read: Callable[[], Quantised]) -> None:
+        self.read = read  # when needed: a layer's parameters may still move to another device
 
     def product(self, rows: Rows) -> Tensor:
         """Return x Wᵀ; x is quantised once for all the weights that it meets."""
-        return fp8.product(rows.derive(quantise_rows), self.linear.quantised, rows.tensor.dtype)
+        return fp8.product(rows.derive(quantise_rows), self.read(), rows.tensor.dtype)
 
     @classmethod
     def summed_gradient(cls, weights: Sequence[FrozenWeight], grads: Sequence[Tensor]) -> Tensor:
         """Return Σ dyᵢ Wᵢ."""
-        quantised = [weight.linear.quantised for weight in weights if isinstance(weight, cls)]
+        quantised = [weight.read() for weight in weights if isinstance(weight, cls)]
         return fp8.input_gradient(quantised, grads, grads[0].dtype)
 
 
@@ -65,7 +65,7 @@ class FP8Linear(nn.Module):
     @property
     def frozen_weight(self) -> FP8Weight:
         """The weight as fused layers use it."""
-        return FP8Weight(self)
+        return FP8Weight(lambda: self.quantised)
 
     @property
     def weight(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Replace PEFT's LoRA linear layers by fused ones during a training run; layers with the same input are one call.
 
 A fused layer is used only while it computes the same as PEFT's: one plain LoRA adapter without dropout, not merged, not
-disabled, with gradients enabled, not under torch.compile. In every other call the module's own forward runs.
+disabled, with gradients enabled, and under torch.compile only with an operator for its graph. In every other call the
+module's own forward runs.
 
 Which layers share an input is read from the source of their parent's forward, once before training: a checkpointed
 segment must save the same tensors when it is recomputed, and a resumed run must round as the first one did.
@@ -15,7 +16,7 @@ import inspect
 import textwrap
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +32,15 @@ from nalora.kernels.fused.adapters import (
 from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
 
+# Computes layers that share an input inside a compiled graph.
+InGraph = Callable[[Tensor, Sequence[nn.Module]], list[Tensor]]
+
 
 def fuse_adapters(
-    model: nn.Module, factors: StepFactors | None = None, exclude: frozenset[nn.Module] = frozenset()
+    model: nn.Module,
+    factors: StepFactors | None = None,
+    exclude: frozenset[nn.Module] = frozenset(),
+    in_graph: InGraph | None = None,
 ) -> list[Callable[[], None]]:
     """Fuse every LoRA linear layer of a model except the excluded ones; return functions that undo it.
 
@@ -41,6 +48,7 @@ def fuse_adapters(
         model: with PEFT's adapters.
         factors: where the adapters are cast, if other adapters are cast together with them.
         exclude: layers that keep their own forward.
+        in_graph: computes layers under torch.compile, where they keep their own forward without it.
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -49,11 +57,13 @@ def fuse_adapters(
     for parent in model.modules():
         children = parent.named_children()
         layers = {name: layer for name, layer in children if isinstance(layer, LoraLayer) and layer not in exclude}
-        undo += fuse_linears(parent, layers, factors)
+        undo += fuse_linears(parent, layers, factors, in_graph)
     return undo + factors.attach(model)
 
 
-def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors) -> list[Callable[[], None]]:
+def fuse_linears(
+    parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors, in_graph: InGraph | None = None
+) -> list[Callable[[], None]]:
     """Fuse some children of a module, those with the same input together; return functions that undo it."""
     weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
     groups = children_sharing_input(parent) if weights else []
@@ -61,25 +71,28 @@ def fuse_linears(parent: nn.Module, layers: dict[str, nn.Module], factors: StepF
     in_groups = {name for names in shared for name in names}
     undo = []
     for names in (*shared, *([name] for name in weights if name not in in_groups)):
-        group = LinearGroup({layers[name]: weights[name] for name in names}, factors)
+        group = LinearGroup({layers[name]: weights[name] for name in names}, factors, in_graph)
         undo += [replace_forward(layers[name], _fused_forward(layers[name], group)) for name in names]
     return undo
 
 
 def _fused_forward(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]:
     original = layer.forward
+    index = [*group.weights].index(layer)
 
     @functools.wraps(original)
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = group.compute(layer, x) if is_plain_call(args, kwargs) else None
+        output = None
+        if is_plain_call(args, kwargs):
+            output = group.trace(index, x) if torch.compiler.is_compiling() else group.compute(layer, x)
         return original(x, *args, **kwargs) if output is None else output
 
     return forward
 
 
 def is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a module is called with its input alone, with gradients enabled, and not being compiled."""
-    return not args and not kwargs and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Return whether a module is called with its input alone and with gradients enabled."""
+    return not args and not kwargs and torch.is_grad_enabled()
 
 
 class LinearGroup:
@@ -88,12 +101,17 @@ class LinearGroup:
     A layer that is called with another tensor nevertheless is computed again: more work, never a wrong result.
     """
 
-    def __init__(self, weights: dict[nn.Module, FrozenWeight], factors: StepFactors) -> None:
+    def __init__(
+        self, weights: dict[nn.Module, FrozenWeight], factors: StepFactors, in_graph: InGraph | None = None
+    ) -> None:
         self.weights, self.factors = weights, factors
         factors.groups.append(tuple(weights))
         self.input: weakref.ref[Tensor] | None = None
         self.version = 0
         self.pending: dict[nn.Module, Tensor] = {}
+        self.layers, self.in_graph = tuple(weights), in_graph
+        self.traced_input: Tensor | None = None
+        self.traced: dict[int, Tensor] = {}
 
     def compute(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Return the layer's output for x; None unless exactly one plain adapter is active in the layer."""
@@ -113,6 +131,24 @@ class LinearGroup:
         parameters = (factor for pair in zip(adapters.a, adapters.b, strict=True) for factor in pair)
         self.pending = dict(zip(layers, LoRALinears.apply(x, frozen, factors, *parameters), strict=True))
         return self.pending.pop(layer)
+
+    def trace(self, index: int, x: Tensor) -> Tensor | None:
+        """Return the output of the layer at an index while a graph is traced; None if PEFT's forward computes it.
+
+        After the last layer nothing of the traced tensors is kept: they belong to the graph.
+        """
+        if self.in_graph is None:
+            return None
+        if self.traced_input is not x or index not in self.traced:
+            plain = [i for i, layer in enumerate(self.layers) if only_adapter(layer) is not None]
+            if index not in plain:
+                return None
+            outputs = self.in_graph(x, [self.layers[i] for i in plain])
+            self.traced_input, self.traced = x, dict(zip(plain, outputs, strict=True))
+        output = self.traced.pop(index)
+        if not self.traced:
+            self.traced_input = None
+        return output
 
 
 def children_sharing_input(parent: nn.Module) -> list[list[str]]:

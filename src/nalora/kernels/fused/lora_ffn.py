@@ -34,6 +34,88 @@ class Weights(NamedTuple):
     outer: Factors  # of down
 
 
+class Saved(NamedTuple):
+    """What backward needs of forward besides the input and the factors."""
+
+    z: Tensor
+    u: Tensor
+    projected: Tensor
+    h_projected: Tensor
+
+
+class FFNGradients(NamedTuple):
+    """Gradients of the input, if needed, of A of gate and up, stacked, and of the other factors."""
+
+    x: Tensor | None
+    a_both: Tensor
+    b_gate: Tensor
+    b_up: Tensor
+    a_down: Tensor
+    b_down: Tensor
+
+
+def ffn_forward(
+    rows: Tensor, weights: Weights, spec: GateSpec, sums: Sums | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Saved]:
+    """Return the output for rows [tokens, in]; add the unmasked tokens to `sums`, if given."""
+    inner, outer = weights.inner, weights.outer
+    rank = inner.b[0].shape[1]
+    shared = Rows(rows)
+    projected = rows @ inner.a.T
+    x_gate, x_up = projected.split(rank, dim=1)
+    if rank <= gated.MOST_IN_REGISTERS:
+        z, u = weights.gate.product(shared), weights.up.product(shared)
+        h = gated.forward(z, u, spec, LowRank(x_gate, x_up, *inner.b), sums, mask)
+    else:
+        z = weights.gate.adapted_product(shared, x_gate, inner.b[0])
+        u = weights.up.adapted_product(shared, x_up, inner.b[1])
+        h = gated.forward(z, u, spec, None, sums, mask)
+    h_projected = h @ outer.a.T
+    y = weights.down.adapted_product(Rows(h), h_projected, outer.b[0])
+    return y, Saved(z, u, projected, h_projected)
+
+
+def ffn_backward(
+    dy: Tensor, rows: Tensor, saved: Saved, weights: Weights, spec: GateSpec, *, dtype: torch.dtype, needs_dx: bool
+) -> FFNGradients:
+    """Go through down, then φ(z) ⊙ u, then gate and up; both paths are added to one buffer for dx.
+
+    Args:
+        dy: gradient of the output, [tokens, in].
+        rows: the input.
+        saved: by `ffn_forward`.
+        weights: as given to `ffn_forward`.
+        spec: as given to `ffn_forward`.
+        dtype: of the gradients of the factors.
+        needs_dx: whether the input needs a gradient.
+    """
+    z, u, projected, h_projected = saved
+    (b_gate, b_up), a_down, (b_down,) = weights.inner.b, weights.outer.a, weights.outer.b
+    rank = b_gate.shape[1]
+    x_gate, x_up = projected.split(rank, dim=1)
+    e = dy @ b_down
+    db_down = product_as(dy.T, h_projected, dtype)
+    # One product for dx needs the gradients of both in one matrix; two products can add to one result.
+    together = not isinstance(weights.gate, DenseWeight)
+    if rank <= gated.MOST_IN_REGISTERS:
+        dh = input_gradient([weights.down], [dy])
+        low_rank = LowRank(x_gate, x_up, b_gate, b_up)
+        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, spec, low_rank, (e, a_down), together=together)
+    else:
+        dh = input_gradient([weights.down], [dy], e, a_down)
+        dz, du, h = gated.backward_of_complete(dh, z, u, spec, together=together)
+        db_gate, db_up = (product_as(grad.T, low, dtype) for grad, low in ((dz, x_gate), (du, x_up)))
+        da_down = product_as(e.T, h, dtype)
+    through = torch.empty_like(projected)
+    torch.mm(dz, b_gate, out=through[:, :rank])
+    torch.mm(du, b_up, out=through[:, rank:])
+    scalings = weights.gate_scaling, weights.up_scaling
+    da_both = scaled_rows(product_as(through.T, rows, dtype), (rank, rank), scalings)
+    dx = input_gradient([weights.gate, weights.up], [dz, du], through, weights.inner.a) if needs_dx else None
+    factors = (da_both, db_gate, db_up, da_down.mul_(weights.down_scaling), db_down)
+    return FFNGradients(dx, *(factor.to(dtype) for factor in factors))
+
+
 class LoRAFFN(torch.autograd.Function):
     """y = h W_dᵀ + (h (s_d A_d)ᵀ) B_dᵀ with h = φ(z) ⊙ u, z and u adapted; gradients for x and the six factors."""
 
@@ -46,60 +128,25 @@ class LoRAFFN(torch.autograd.Function):
         `factors` are A and B of gate, up and down as PEFT stores them, which get the gradients.
         """
         inner, outer = weights.inner, weights.outer
-        rank = factors[0].shape[0]
-        rows = Rows(x.reshape(-1, x.shape[-1]).to(inner.a.dtype))
-        projected = rows.tensor @ inner.a.T
-        x_gate, x_up = projected.split(rank, dim=1)
-        if rank <= gated.MOST_IN_REGISTERS:
-            z, u = weights.gate.product(rows), weights.up.product(rows)
-            h = gated.forward(z, u, spec, LowRank(x_gate, x_up, *inner.b), sums, mask)
-        else:
-            z = weights.gate.adapted_product(rows, x_gate, inner.b[0])
-            u = weights.up.adapted_product(rows, x_up, inner.b[1])
-            h = gated.forward(z, u, spec, None, sums, mask)
-        h_projected = h @ outer.a.T
-        y = weights.down.adapted_product(Rows(h), h_projected, outer.b[0])
-        ctx.save_for_backward(rows.tensor, z, u, projected, h_projected, inner.a, *inner.b, outer.a, *outer.b)
+        rows = x.reshape(-1, x.shape[-1]).to(inner.a.dtype)
+        y, saved = ffn_forward(rows, weights, spec, sums, mask)
+        ctx.save_for_backward(rows, *saved, inner.a, *inner.b, outer.a, *outer.b)
         # Without the factors, which are already among the saved tensors.
         ctx.weights, ctx.spec, ctx.shape = weights[:6], spec, x.shape
-        ctx.dtypes = x.dtype, [factor.dtype for factor in factors]
+        ctx.dtypes = x.dtype, factors[0].dtype
         return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Go through down, then φ(z) ⊙ u, then gate and up; both paths are added to one buffer for dx."""
+        """Return the gradients of x and of A and B of gate, up and down."""
         rows, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
-        gate, up, down, *scalings = ctx.weights
-        rank = b_gate.shape[1]
-        x_dtype, factor_dtypes = ctx.dtypes
-        dy = dy.reshape(-1, dy.shape[-1]).to(rows.dtype)
-        x_gate, x_up = projected.split(rank, dim=1)
-        e = dy @ b_down
-        db_down = product_as(dy.T, h_projected, factor_dtypes[5])
-        # One product for dx needs the gradients of both in one matrix; two products can add to one result.
-        together = not isinstance(gate, DenseWeight)
-        if rank <= gated.MOST_IN_REGISTERS:
-            dh = input_gradient([down], [dy])
-            low_rank = LowRank(x_gate, x_up, b_gate, b_up)
-            dz, du, db_gate, db_up, da_down = gated.backward(
-                dh, z, u, ctx.spec, low_rank, (e, a_down), together=together
-            )
-        else:
-            dh = input_gradient([down], [dy], e, a_down)
-            dz, du, h = gated.backward_of_complete(dh, z, u, ctx.spec, together=together)
-            db_gate, db_up = (
-                product_as(grad.T, low, dtype)
-                for grad, low, dtype in ((dz, x_gate, factor_dtypes[1]), (du, x_up, factor_dtypes[3]))
-            )
-            da_down = product_as(e.T, h, factor_dtypes[4])
-        through = torch.empty_like(projected)
-        torch.mm(dz, b_gate, out=through[:, :rank])
-        torch.mm(du, b_up, out=through[:, rank:])
-        da_gate, da_up = scaled_rows(product_as(through.T, rows, factor_dtypes[0]), (rank, rank), scalings[:2])
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = input_gradient([gate, up], [dz, du], through, a_both).view(ctx.shape).to(x_dtype)
-        factors = (da_gate, db_gate, da_up, db_up, da_down.mul_(scalings[2]), db_down)
-        grads = (factor.to(dtype) for factor, dtype in zip(factors, factor_dtypes, strict=True))
-        return dx, None, None, None, None, *grads
+        x_dtype, dtype = ctx.dtypes
+        weights = Weights(*ctx.weights, Factors(a_both, (b_gate, b_up)), Factors(a_down, (b_down,)))
+        grads = ffn_backward(
+            dy.reshape(-1, dy.shape[-1]).to(rows.dtype), rows, Saved(z, u, projected, h_projected), weights, ctx.spec,
+            dtype=dtype, needs_dx=ctx.needs_input_grad[0],
+        )  # fmt: skip
+        dx = None if grads.x is None else grads.x.view(ctx.shape).to(x_dtype)
+        da_gate, da_up = grads.a_both.chunk(2)
+        return dx, None, None, None, None, da_gate, grads.b_gate, da_up, grads.b_up, grads.a_down, grads.b_down

@@ -41,14 +41,46 @@ def product_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
-def scaled_rows(stacked: Tensor, ranks: Sequence[int], scalings: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return the gradients of A from those of s·A, computed in place."""
-    pieces = stacked.split(list(ranks))
+def scaled_rows(stacked: Tensor, ranks: Sequence[int], scalings: Sequence[float]) -> Tensor:
+    """Return the stacked gradients of A from those of s·A, computed in place."""
     if len(set(scalings)) == 1:
-        stacked.mul_(scalings[0])
-    else:
-        torch._foreach_mul_(list(pieces), list(scalings))
-    return pieces
+        return stacked.mul_(scalings[0])
+    torch._foreach_mul_(list(stacked.split(list(ranks))), list(scalings))
+    return stacked
+
+
+def linears_forward(rows: Tensor, layers: Sequence[FrozenLinear], factors: Factors) -> tuple[list[Tensor], Tensor]:
+    """Return each layer's output for rows [tokens, in], and the rows projected by all s·A, [tokens, Σ rank]."""
+    shared = Rows(rows)
+    projected = rows @ factors.a.T
+    outputs = []
+    for low, b, layer in zip(_columns(projected, factors.b), factors.b, layers, strict=True):
+        outputs.append(layer.weight.adapted_product(shared, low, b, layer.bias))
+    return outputs, projected
+
+
+def linears_backward(
+    rows: Tensor,
+    projected: Tensor,
+    factors: Factors,
+    layers: Sequence[FrozenLinear],
+    grads: Sequence[Tensor | None],
+    *,
+    factor_dtype: torch.dtype,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
+    """Return dx, the gradients of all A, stacked, and that of each B; of None for an output that was not used."""
+    through = torch.zeros_like(projected) if None in grads else torch.empty_like(projected)
+    db: list[Tensor | None] = []
+    columns = zip(_columns(through, factors.b), _columns(projected, factors.b), strict=True)
+    for dy, (target, low), b in zip(grads, columns, factors.b, strict=True):
+        if dy is not None:
+            torch.mm(dy, b, out=target)
+        db.append(None if dy is None else product_as(dy.T, low, factor_dtype))
+    dx = input_gradient([layer.weight for layer in layers], grads, through, factors.a) if needs_dx else None
+    ranks, scalings = [factor.shape[1] for factor in factors.b], [layer.scaling for layer in layers]
+    da = scaled_rows(product_as(through.T, rows, factor_dtype), ranks, scalings)
+    return dx, da, db
 
 
 class LoRALinears(torch.autograd.Function):
@@ -67,17 +99,12 @@ class LoRALinears(torch.autograd.Function):
             factors: the adapters' factors in the dtype of computation.
             *parameters: A₁, B₁, A₂, B₂, …, which get the gradients.
         """
-        dtype = factors.a.dtype
-        rows = Rows(x.reshape(-1, x.shape[-1]).to(dtype))
-        projected = rows.tensor @ factors.a.T
-        outputs = []
-        for low, b, layer in zip(_columns(projected, factors.b), factors.b, layers, strict=True):
-            y = layer.weight.adapted_product(rows, low, b, layer.bias)
-            outputs.append(y.view(*x.shape[:-1], -1))
-        ctx.save_for_backward(rows.tensor, projected, factors.a, *factors.b)
+        rows = x.reshape(-1, x.shape[-1]).to(factors.a.dtype)
+        outputs, projected = linears_forward(rows, layers, factors)
+        ctx.save_for_backward(rows, projected, factors.a, *factors.b)
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, parameters[0].dtype)
-        return tuple(outputs)
+        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
     @staticmethod
     @once_differentiable
@@ -86,18 +113,12 @@ class LoRALinears(torch.autograd.Function):
         rows, projected, a, *b = ctx.saved_tensors
         x_dtype, factor_dtype = ctx.dtypes
         grads = [None if dy is None else dy.reshape(-1, dy.shape[-1]).to(rows.dtype) for dy in dys]
-        through = torch.zeros_like(projected) if None in dys else torch.empty_like(projected)
-        db: list[Tensor | None] = []
-        for dy, columns, low, b_layer in zip(grads, _columns(through, b), _columns(projected, b), b, strict=True):
-            if dy is not None:
-                torch.mm(dy, b_layer, out=columns)
-            db.append(None if dy is None else product_as(dy.T, low, factor_dtype))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = input_gradient([layer.weight for layer in ctx.layers], grads, through, a)
-            dx = dx.view(ctx.shape).to(x_dtype)
-        ranks, scalings = [factor.shape[1] for factor in b], [layer.scaling for layer in ctx.layers]
-        da = scaled_rows(product_as(through.T, rows, factor_dtype), ranks, scalings)
+        dx, stacked, db = linears_backward(
+            rows, projected, Factors(a, tuple(b)), ctx.layers, grads,
+            factor_dtype=factor_dtype, needs_dx=ctx.needs_input_grad[0],
+        )  # fmt: skip
+        da = stacked.split([factor.shape[1] for factor in b])
+        dx = None if dx is None else dx.view(ctx.shape).to(x_dtype)
         return dx, None, None, *(grad for pair in zip(da, db, strict=True) for grad in pair)
 
 

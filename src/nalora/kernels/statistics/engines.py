@@ -51,7 +51,7 @@ def choose(
 
         if triton_activations.number_and_limit(activation) is not None:
             return Engine("triton", triton_engine.accumulate)
-    if channels >= _CHANNELS_WORTH_COMPILING and _can_compile(device):
+    if channels >= _CHANNELS_WORTH_COMPILING and can_compile(device):
         from nalora.kernels.statistics import compiled
 
         return Engine("compiled", compiled.accumulate)
@@ -63,7 +63,8 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile can generate code for this device."""
     return (device.type == "cuda" and has_triton()) or (device.type == "cpu" and _has_cpp_compiler())
 
 

@@ -1,0 +1,203 @@
+"""`nalora.fuse(model, compile_layers=True)`: PEFT's training, one graph for all layers, undone, refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+import transformers
+from test_fuse import batch, llama, replaced, train
+from torch import nn
+from torch.optim import AdamW
+
+import nalora
+from nalora.control import fused_check
+from nalora.kernels.fused import compiled_layers, ffn_op, linears_op
+from nalora.kernels.statistics import engines
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not engines.can_compile(torch.device("cpu")), reason="no C++ compiler")
+
+
+@pytest.fixture
+def graphs():
+    """The number of graphs that torch.compile has made since the test began."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rank", [4, 40])
+def test_training_is_that_of_pefts_layers(rank, graphs):
+    plain, compiled = (llama(r=rank) for _ in range(2))
+    layers = nalora.fuse(compiled, compile_layers=True)
+    assert "compiled: 2 decoder layers" in str(layers)
+    (losses, weights), (compiled_losses, compiled_weights) = (train(model, steps=2) for model in (plain, compiled))
+    assert compiled_losses == pytest.approx(losses, rel=1e-5)
+    assert tiny.largest_difference(weights, compiled_weights) < 2e-5
+    # The input of the first layer needs no gradient; the layers after it share a graph.
+    assert 1 <= graphs() <= 2
+
+
+def test_batches_of_other_lengths_do_not_exhaust_the_compiler(graphs):
+    plain, compiled = (llama() for _ in range(2))
+    nalora.fuse(compiled, compile_layers=True)
+    ids = batch()["input_ids"]
+    for length in (4, 5, 6, 7):
+        part = {"input_ids": ids[:, :length], "labels": ids[:, :length]}
+        passes = (fused_check.loss_and_gradients(model, part) for model in (compiled, plain))
+        assert fused_check.compare(*passes, "PEFT's layers").gradients < 1e-5
+    # One for the first length and one for all others, for inputs without and with a gradient.
+    assert graphs() <= 4
+
+
+def test_the_fused_functions_are_operators_of_the_graph(graphs, monkeypatch):
+    calls = []
+    for module, name in ((linears_op, "linears_forward"), (linears_op, "linears_backward"), (ffn_op, "ffn_forward"),
+                         (ffn_op, "ffn_backward")):  # fmt: skip
+        exact = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, n=name, f=exact, **kwargs: (calls.append(n), f(*args, **kwargs))[1]
+        )
+    model = llama()
+    nalora.fuse(model, compile_layers=True)
+    model(**batch()).loss.backward()
+    # In each of two layers: query, key and value together, the output, the FFN.
+    expected = {"linears_forward": 4, "linears_backward": 4, "ffn_forward": 2, "ffn_backward": 2}
+    assert {name: calls.count(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_around_the_compiled_layers(reentrant, graphs):
+    plain, compiled = (llama() for _ in range(2))
+    for model in (plain, compiled):
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    nalora.fuse(compiled, compile_layers=True)
+    (losses, weights), (compiled_losses, compiled_weights) = (train(model, steps=2) for model in (plain, compiled))
+    assert compiled_losses == pytest.approx(losses, rel=1e-5)
+    assert tiny.largest_difference(weights, compiled_weights) < 2e-5
+    assert graphs() >= 1
+
+
+def test_a_base_in_fp8(graphs):
+    plain, compiled = (llama() for _ in range(2))
+    nalora.fuse(plain, base="fp8")
+    nalora.fuse(compiled, base="fp8", compile_layers=True)
+    (losses, weights), (compiled_losses, compiled_weights) = (train(model, steps=2) for model in (plain, compiled))
+    # A last bit of a norm may change the rounding of a number to three bits.
+    assert compiled_losses == pytest.approx(losses, rel=1e-3)
+    for name, weight in weights.items():
+        assert torch.nn.functional.cosine_similarity(weight.flatten(), compiled_weights[name].flatten(), 0) > 0.999
+    assert graphs() >= 1
+
+
+def test_layers_with_a_bias_and_layers_left_to_peft(graphs):
+    """Qwen2's query, key and value have a bias; dropout is PEFT's own forward inside the graph."""
+    config = transformers.Qwen2Config(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.1, pad_token_id=0,
+    )  # fmt: skip
+    model = tiny.with_lora(transformers.Qwen2ForCausalLM(config))
+    for layer in model.get_base_model().model.layers:
+        nn.init.normal_(layer.self_attn.q_proj.base_layer.bias)
+    agreement = nalora.fuse(model, compile_layers=True).check(batch())
+    assert agreement.gradients < 1e-5
+    assert agreement.loss == pytest.approx(agreement.reference_loss, rel=1e-6)
+    dropout = llama(lora_dropout=0.5)
+    nalora.fuse(dropout, compile_layers=True)
+    dropout(**batch()).loss.backward()
+    assert graphs() >= 2
+
+
+def test_it_is_undone_and_not_copied(graphs):
+    model = llama()
+    layers = nalora.fuse(model, compile_layers=True)
+    assert len(replaced(model)) == 2 * (1 + 7 + 1)
+    other = copy.deepcopy(model)
+    other(**batch()).loss.backward()
+    assert graphs() == 0
+    layers.undo()
+    assert not replaced(model)
+    assert not model._forward_pre_hooks
+    train(model, steps=1)
+    assert graphs() == 0
+
+
+def test_evaluation_and_generation_are_not_compiled(graphs):
+    model = llama()
+    expected = model.eval().generate(input_ids=batch()["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    nalora.fuse(model, compile_layers=True)
+    generated = model.generate(input_ids=batch()["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, expected)
+    model.train()
+    with torch.no_grad():
+        model(**batch())
+    assert graphs() == 0
+
+
+def test_what_cannot_be_compiled_is_refused_by_name(monkeypatch, graphs):
+    def refused(model, match):
+        with pytest.raises(nalora.NALoRAError, match=match):
+            nalora.fuse(model, compile_layers=True)
+        assert not replaced(model)
+
+    refused(tiny.with_lora(nn.Sequential(nn.Linear(32, 32)), ["0"], lora_b=0), "without a list of layers")
+    model = llama()
+    model.get_base_model().model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    refused(model, "layers.1.mlp: found forward hooks")
+    model = llama()
+    monkeypatch.setattr(compiled_layers, "is_stored_in_tensors", lambda base: False)
+    refused(model, "layers.0.self_attn.q_proj: found a weight in 4 bits")
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled_layers, "can_compile", lambda device: False)
+    refused(model, "no C\\+\\+ compiler")
+
+
+def test_na_lora_is_refused(graphs):
+    model = llama()
+    nalora.fuse(model, compile_layers=True)
+    with pytest.raises(nalora.NALoRAError, match="compiled layers"):
+        nalora.attach(model, AdamW(tiny.trainable(model)))
+    assert len(replaced(model)) == 18
+
+
+def test_a_forward_that_depends_on_data_is_an_error_with_a_fix(graphs):
+    model = llama()
+    mlp = model.get_base_model().model.layers[0].mlp
+    nalora.fuse(model, compile_layers=True)
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) if x.sum().item() > 0 else plain(-x)
+    with pytest.raises(nalora.NALoRAError, match=r"layers\.0: found a layer that cannot be compiled"):
+        model(**batch())
+
+
+def test_bf16_autocast_computes_gradients_of_adapters_in_float32(graphs):
+    """Attention alone: Triton's interpreter multiplies bf16 as integers."""
+    model = llama(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    layers = nalora.fuse(model, compile_layers=True)
+    with torch.autocast(tiny.trainable(model)[0].device.type, torch.bfloat16):
+        agreement = layers.check(batch())
+    assert agreement.loss == pytest.approx(agreement.reference_loss, rel=5e-3)
+    assert agreement.lowest_cosine > 0.999
+    model(**batch()).loss.backward()
+    assert {parameter.grad.dtype for parameter in tiny.trainable(model)} == {torch.float32}
+    assert graphs() >= 1
+
+
+def test_the_operators_describe_themselves_correctly():
+    """Shapes without values, gradients and functionalisation, as torch.library checks them."""
+    device = tiny.trainable(llama())[0].device
+    a, b = ([torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+            for shapes in (((4, 32), (3, 32)), ((16, 4), (48, 3))))  # fmt: skip
+    frozen = [torch.randn(16, 32, device=device), torch.randn(16, device=device), torch.randn(48, 32, device=device)]
+    x = torch.randn(2, 5, 32, device=device, requires_grad=True)
+    torch.library.opcheck(linears_op.lora_linears, (x, frozen, a, b, [2.0, 0.5]))
+    shapes = (((4, 32), (4, 32), (4, 48)), ((48, 4), (48, 4), (32, 4)), ((48, 32), (48, 32), (32, 48)))
+    a, b, frozen = ([torch.randn(*shape, device=device) for shape in group] for group in shapes)
+    for factor in (*a, *b):
+        factor.requires_grad_()
+    torch.library.opcheck(ffn_op.lora_ffn, (x, frozen, a, b, [2.0, 0.5, 1.0], 0, float("inf"), 0.0))
