@@ -70,6 +70,16 @@ def test_a_study_from_its_file_to_its_answer(run, file, tmp_path):
     assert gpu_hours.startswith("GPU hours: not estimated, because no step of ")
 
 
+def test_weights_that_are_not_there_are_missed_before_the_first_run(run, file, tmp_path):
+    described = yaml.safe_load(file.read_text())
+    described["settings"] |= {"model": str(tmp_path / "nowhere.gguf")}
+    file.write_text(yaml.safe_dump(described, sort_keys=False))
+    code, _, err = run("study", file, "--store", tmp_path / "store")
+    assert code == 2
+    assert "nowhere.gguf: found no such file" in " ".join(err.split())
+    assert not (tmp_path / "store").exists()
+
+
 def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_path):
     described = yaml.safe_load(file.read_text())
     described["settings"] |= {"data_dir": str(tmp_path / "nowhere")}

@@ -129,6 +129,36 @@ def test_a_study_saves_the_runs_and_reports_which_rates_it_dropped(tmp_path):
     assert len(so_far(study(0.1), tmp_path).results) == 12
 
 
+class Stopping(Instantly):
+    """An engine that is interrupted after a number of runs."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def submit(self, job):
+        if len(self.submitted) == self.most:
+            raise KeyboardInterrupt
+        super().submit(job)
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_a_resumed_study_drops_the_same_rates_and_trains_none_of_them_again(tmp_path, most):
+    first, second = Stopping(most), Instantly()
+    with pytest.raises(KeyboardInterrupt):
+        conduct(study(0.1), tmp_path, first)
+    progress = conduct(study(0.1), tmp_path, second)
+    # A chosen run is submitted once more, for its test loss.
+    assert {file.read_text() for file in tmp_path.glob("*/trained")} == {"once\n"}
+    assert len({*first.submitted, *second.submitted}) == 12
+    schedule = progress.schedule
+    dropped = {cell.arm.name: schedule.dropped_rates(cell, progress.results) for cell in schedule.cells}
+    assert dropped == {"lora": (1e-4, 3e-4), "na-lora": (1e-4, 1e-3)}
+    never = {schedule.job(cell, rate, seed).key
+             for cell in schedule.cells for rate in dropped[cell.arm.name] for seed in SEEDS[1:]}  # fmt: skip
+    assert not never & {*first.submitted, *second.submitted}
+
+
 def test_without_the_key_an_answer_does_not_mention_dropped_rates(tmp_path):
     progress = conduct(study(None), tmp_path, Instantly())
     found = answer(progress.schedule, progress.results, {})

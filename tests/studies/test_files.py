@@ -79,6 +79,19 @@ def test_it_states_its_question_its_number_of_runs_and_its_cost_on_named_hardwar
     assert re.search(r"\d (GPU )?hours|an hour", cost)
 
 
+@pytest.mark.parametrize("name", ["gap-sources", "gap-gemma", "rate-search"])
+def test_a_study_that_drops_rates_states_the_rule_that_it_follows(name):
+    screened, text = study(name), " ".join(opening(FOLDER / f"{name}.yaml"))
+    assert (screened.drop_rates_worse_than, len(screened.screening_seeds)) == (0.02, 3)
+    assert "by more than 0.02 with the first seed is not trained with the other two" in text
+
+
+@pytest.mark.parametrize("name", ["papers-regime", "rate-range-test"])
+def test_a_study_of_one_rate_has_none_to_drop(name):
+    assert {len(cell.arm.learning_rates) for cell in Schedule(study(name), "store").cells} == {1}
+    assert study(name).drop_rates_worse_than is None
+
+
 @of_the_paper_and_ours
 def test_every_arm_tries_as_many_learning_rates_as_the_others_with_three_seeds(file):
     cells = Schedule(read(file), "store").cells

@@ -88,6 +88,7 @@ def study(
             _refuse_unready(jobs)
         if engine == "local":  # the nodes of a cluster may have data that this machine has not
             _refuse_missing_data(jobs)
+            _refuse_missing_weights(jobs)
     _make_writable(store)
     answer.refuse_foreign_files(described.name, store)
     combined.refuse_foreign_files(described.name, store)
@@ -128,6 +129,13 @@ def _refuse_missing_data(jobs: Iterable[Any]) -> None:
             "the data of the study's task",
             "put it there, as the head of the study says, or give another data_dir",
         )
+
+
+def _refuse_missing_weights(jobs: Iterable[Any]) -> None:
+    """Check that GGUF files exist before the first run; hub ids and folders are checked by each run."""
+    names = dict.fromkeys(str(job.settings["model"]) for job in jobs)
+    for name in (name for name in names if name.endswith(".gguf") and not Path(name).expanduser().is_file()):
+        raise missing_path("file", f"model: {name}", "the model of the study", "make it as the head of the study says")
 
 
 def _refuse_unready(jobs: Iterable[Any]) -> None:

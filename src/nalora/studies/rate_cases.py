@@ -46,7 +46,12 @@ def early_measures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, f
 
 
 def cases_of(
-    schedule: Schedule, results: Results, range_tests: Schedule | None = None, *, seed: int | None = None
+    schedule: Schedule,
+    results: Results,
+    range_tests: Schedule | None = None,
+    *,
+    cells: Sequence[Cell] | None = None,
+    seed: int | None = None,
 ) -> list[Case]:
     """Return a case for every arm and combination of a study whose rates have all been trained.
 
@@ -57,12 +62,13 @@ def cases_of(
         schedule: of the study.
         results: of its runs.
         range_tests: of the study with the range test of every arm and combination, if it was run.
+        cells: the arms and combinations that may be looked at (default: all).
         seed: whose first steps are seen (default: the first screening seed).
     """
     seed = schedule.study.screening_seeds[0] if seed is None else seed
     tests = {cell.name: cell for cell in range_tests.cells} if range_tests else {}
     cases = []
-    for cell in schedule.cells:
+    for cell in schedule.cells if cells is None else cells:
         losses = {rate: loss for rate, loss in schedule.screened(cell, results).items() if loss is not None}
         if len(losses) < len(cell.arm.learning_rates):
             continue

@@ -7,12 +7,10 @@ fitted alike: one number each, chosen for the lowest mean regret, the chosen rat
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError
 
@@ -220,83 +218,3 @@ def _candidates(family: str, measure: str, plan: Plan, cases: Sequence[Case]) ->
     low, high = math.log(min(values)), math.log(max(values))
     targets = [math.exp(low + (high - low) * index / (_TARGETS - 1)) for index in range(_TARGETS)]
     return [Rule(family, measure, steps, stride, target) for target in targets]
-
-
-class Judged(NamedTuple):
-    """A rule's pick in a case: its regret, and its cost as a share of the grid's."""
-
-    case: str
-    rate: float
-    best_rate: float
-    regret: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """What counts as success of the rule on trial."""
-
-    regret: float = 0.003
-    share_of_cases: float = 0.8
-    cost: float = 0.15
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """All rules on the cases that no rule was fitted on."""
-
-    judged: Mapping[str, Sequence[Judged]]
-    criterion: Criterion
-
-    def mean_regret(self, family: str) -> float:
-        """Return the mean regret of a family's rule."""
-        return statistics.fmean(pick.regret for pick in self.judged[family])
-
-    def within(self, family: str) -> int:
-        """Return the number of cases whose regret is small enough."""
-        return sum(pick.regret <= self.criterion.regret for pick in self.judged[family])
-
-    def succeeds(self, family: str) -> bool:
-        """Whether a rule is close in enough cases, cheap in all of them, and closer on average than every other."""
-        picks = self.judged[family]
-        closer = all(self.mean_regret(family) < self.mean_regret(other) for other in self.judged if other != family)
-        enough = self.within(family) >= math.ceil(self.criterion.share_of_cases * len(picks))
-        return enough and closer and all(pick.cost <= self.criterion.cost for pick in picks)
-
-
-def judge(rules: Mapping[str, Rule], cases: Sequence[Case], criterion: Criterion | None = None) -> Verdict:
-    """Return the picks of frozen rules on cases that they were not fitted on."""
-    judged = {
-        family: [
-            Judged(
-                case.name,
-                rate := rule.pick(case),
-                min(case.rates, key=lambda rate: case.losses[rate]),
-                case.regret(rate),
-                rule.cost(case),
-            )
-            for case in cases
-        ]
-        for family, rule in rules.items()
-    }
-    return Verdict(judged, criterion or Criterion())
-
-
-def frozen(rules: Mapping[str, Rule], cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the content of the file with fitted rules, the names of their cases, and their regret on them."""
-    return {
-        "fitted_on": [case.name for case in cases],
-        "rules": {
-            family: dataclasses.asdict(rule) | {"mean_regret_when_fitted": mean_regret(rule, cases)}
-            for family, rule in rules.items()
-        },
-    }
-
-
-def thawed(content: Mapping[str, Any]) -> dict[str, Rule]:
-    """Return the rules of such a file."""
-    names = {field.name for field in dataclasses.fields(Rule)}
-    return {
-        family: Rule(**{name: value for name, value in rule.items() if name in names})
-        for family, rule in content["rules"].items()
-    }
