@@ -1,9 +1,8 @@
-"""The tables of docs/findings.md, from the answers of the studies.
+"""The tables of docs/findings.md, from the answers of the studies and their runs.
 
-The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced: `arms`, every arm compared with LoRA, study by
-study, `controls`, arms compared with their controls, `page`, the comparisons that remain significant when all of these
-are one family, and `later`, the seeds that were added later, all from results/STUDY/answer.json; `repeats` and
-`robustness`, which noise.py writes from the runs.
+The text between `<!-- NAME -->` and `<!-- /NAME -->` is replaced by the lines of that name in `filled`: `arms`, every
+arm compared with LoRA, study by study, `controls`, arms compared with their controls, `page`, the comparisons that
+remain significant when all of these are one family, and what the other scripts of this folder write.
 """
 
 from __future__ import annotations
@@ -11,11 +10,21 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from equal_cost import NAME, equal_cost, lora_pro
+from grids import grids
 from later_seeds import later_seeds
-from noise import repeats, robustness, trainings
+from noise import repeats, trainings
+from pooled import both_ways
+from power import power
+from run_tables import Run, read_tables
+from stored_answers import answer_of, answers, named
+from trainable import trainable
+from transient import transient
+from unfinished import percent, unfinished
 
 from nalora.evaluation.significance import ALPHA, holm
 from nalora.studies.questions import LOSS
@@ -23,19 +32,6 @@ from nalora.studies.questions import LOSS
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 ACCURACY = "accuracy"
-# The columns of the page's table, and the names of its rows where a study has other names.
-STUDIES = (
-    ("gsm8k", "GSM8K"),
-    ("caesar", "Caesar cipher"),
-    ("judgement", "word sorting"),
-    ("long", "Caesar cipher, 3,000 steps"),
-)
-ELSEWHERE = {
-    "na-lora": "na-lora, update",
-    "mean preserved": "na-lora, update, mean preserved",
-    "utility": "na-lora, update, utility",
-    "random channels": "control, random channels",
-}
 _PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DOTALL)
 
 
@@ -47,28 +43,38 @@ def write(store: Path) -> Path:
 
 def filled(page: str, store: Path, results: Path = HERE) -> str:
     """Return the page with every generated part filled in."""
-    trained = trainings(results)
+    trained, runs = trainings(results), read_tables(results)
     lines = {
-        "arms": arms(results),
+        "arms": arms(results, unfinished("gsm8k", runs, store)),
+        "pooled": both_ways(results, trained, store),
         "controls": controls(results),
         "page": whole_page(results),
         "later": later_seeds(answers(results)),
+        "power": power(results, trained, store),
+        "grids": grids(results),
+        "transient": transient(),
+        "trainable": trainable(results),
+        "equal_cost": equal_cost(results),
+        "lora_pro": lora_pro(results),
         "repeats": repeats(trained),
-        "robustness": robustness(trained, store),
+        "commits": commits(runs),
     }
     return _PLACE.sub(lambda match: match[1] + "\n".join(lines[match["name"]]) + "\n" + match[3], page)
 
 
-def arms(results: Path) -> list[str]:
-    """Compare every arm of every study with LoRA by test loss, and list its accuracy on GSM8K."""
+def arms(results: Path, without_end: Mapping[str, list[float]]) -> list[str]:
+    """Compare every arm of every study with LoRA by test loss; list its accuracy and unfinished answers on GSM8K."""
     parts = answers(results)
     names = {title: {named(arm): arm for arm in part["values"]} for title, part in parts.items()}
-    lines = [f"| | {' | '.join(parts)} | accuracy on GSM8K, % |", "|---|" + "---|" * len(parts) + "---|"]
+    lines = [
+        f"| | {' | '.join(parts)} | accuracy on GSM8K, % | unfinished, % |",
+        "|---|" + "---|" * len(parts) + "---|---|",
+    ]
     for arm in dict.fromkeys(arm for known in names.values() for arm in known):
         cells = [_cell(part, names[title][arm]) if arm in names[title] else "" for title, part in parts.items()]
         first = next(iter(parts))
         accuracy = _accuracy(parts[first], names[first][arm]) if arm in names[first] else ""
-        lines.append(f"| {arm} | {' | '.join(cells)} | {accuracy} |")
+        lines.append(f"| {arm} | {' | '.join(cells)} | {accuracy} | {percent(without_end.get(arm))} |")
     return lines
 
 
@@ -104,30 +110,25 @@ def whole_page(results: Path) -> list[str]:
     """List the comparisons by test loss that remain significant when all of the page are one family."""
     p_values = {
         f"{title}: {row['method']} against {row['baseline']}": row["p"]
-        for title, part in answers(results).items()
+        for title, part in {**answers(results), NAME: answer_of(results, NAME)}.items()
         for family in (part["comparisons"], part["controls"])
         for row in family.get(LOSS, [])
         if row["p"] is not None
     }
     significant = [f"{claim} (p = {p:.2g})" for claim, p in holm(p_values).items() if p <= ALPHA]
     return [
-        f"- **With Holm's correction over all {len(p_values)} comparisons of both tables**, these remain significant:",
+        f"- **With Holm's correction over all {len(p_values)} comparisons of this page**, these remain significant:",
         f"  {'; '.join(significant) or 'none'}.",
     ]
 
 
-def answers(results: Path) -> dict[str, dict[str, Any]]:
-    """Return the answers of the page's studies that have been run, by the title that the page gives them."""
-    by_title = {}
-    for name, title in STUDIES:
-        if (file := results / name / "answer.json").is_file():
-            (by_title[title],) = json.loads(file.read_text(encoding="utf-8"))
-    return by_title
-
-
-def named(arm: str) -> str:
-    """Return the name of an arm in the table and the figure."""
-    return ELSEWHERE.get(arm, arm)
+def commits(runs: Mapping[str, Run]) -> list[str]:
+    """Return a sentence with the number of runs whose environment has nalora's commit."""
+    recorded = sum(bool(run.environment.get("commit")) for run in runs.values())
+    return [
+        f"- **Commit.** `environment.json` has nalora's commit in {recorded} of the {len(runs)} runs; the others were",
+        "  trained before it was recorded.",
+    ]
 
 
 def _over_seeds(by_seed: dict[str, float], digits: int) -> str:

@@ -1,13 +1,10 @@
-"""The noise between trainings of the same run: its size, and the verdicts that depend on it.
-
-GSM8K has a second LoRA: NA-LoRA with mask and scales off is LoRA bit for bit, with the same seeds, trained once more.
-"""
+"""The noise between trainings of the same run; pooled.py shows the verdicts that depend on it."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from collect import REPEATS
@@ -16,11 +13,7 @@ from run_tables import read_tables
 from nalora.errors import counted
 from nalora.evaluation.significance import compare_methods
 from nalora.runs.folder import HELD_OUT
-from nalora.studies.conduct import so_far
-from nalora.studies.study import read
 
-ALSO_LORA = "control, both off"
-STUDIES = Path(__file__).parents[1] / "studies"
 # The losses of every training of a run, by the run's key: the training that counts is the last.
 Trainings = Mapping[str, Sequence[Mapping[str, float]]]
 
@@ -54,29 +47,6 @@ def repeats(trained: Trainings) -> list[str]:
     return [
         f"- **Noise.** {counted(len(repeated), 'run')} {again} again with the same seed:",
         f"  {', '.join(sizes)}.",
-    ]
-
-
-def robustness(trained: Trainings, store: Path, study: str = "gsm8k") -> list[str]:
-    """The verdicts of a study if another training of its repeated runs counted."""
-    described = read(STUDIES / f"{study}.yaml")
-    progress = so_far(described, store)
-    losses: dict[str, dict[int, list[float]]] = {}
-    for cell in progress.schedule.cells:
-        rate = progress.schedule.chosen_rate(cell, progress.results)
-        for job in progress.schedule.final(cell, rate) if rate is not None else []:
-            if values := [training[study] for training in trained.get(job.key, ()) if study in training]:
-                losses.setdefault(cell.arm.name, {})[job.settings["seed"]] = values
-
-    def verdicts(baseline: str, counted: Callable[[list[float]], float]) -> str:
-        values = {arm: {seed: counted(runs) for seed, runs in seeds.items()} for arm, seeds in losses.items()}
-        return significant_differences(values, baseline, planned=len(described.arms) - 1)
-
-    return [
-        "- **Repeated trainings.** Where a run was trained twice the second counts: its answers were evaluated.",
-        f"  If the first one counted on {study}: {verdicts(described.baseline, lambda values: values[0])}.",
-        f"  With the mean of a run's trainings: {verdicts(described.baseline, statistics.fmean)}.",
-        f'  Compared with "{ALSO_LORA}" (LoRA, same seeds): {verdicts(ALSO_LORA, lambda values: values[-1])}.',
     ]
 
 

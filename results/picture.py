@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from findings import answers, named
+from stored_answers import answers, named
 
 from nalora.report.drawing import GREY, colour, panels, style, title
 from nalora.studies.questions import LOSS

@@ -41,7 +41,7 @@ def trainable(results: Path) -> list[str]:
     """Return a sentence with the parameters of both."""
     groups, trained = counts(), trained_parameters(results)
     total = sum(groups.values())
-    parts = [f"{number:,} in {kind} ({number / total:.1%})".replace("%", " %") for kind, number in groups.items()]
+    parts = [f"{number:,} in {kind} ({number / total:.2%})".replace("%", " %") for kind, number in groups.items()]
     return [
         f"- **What full fine-tuning trains.** All {total:,} parameters: {', '.join(parts[:-1])} and {parts[-1]}.",
         f"  LoRA trains {trained['lora']:,} ({trained['lora'] / total:.1%}),".replace("%", " %")
