@@ -57,3 +57,9 @@ def test_mt_bench_needs_a_judge_before_training(recipe, judging, tmp_path):
 @pytest.mark.parametrize("task", ["gsm8k", "humaneval", "sst2", "digits"])
 def test_other_tasks_need_no_judge(task):
     check({"model": "m", "task": task}).refuse_unready()
+
+
+@pytest.mark.parametrize("value", [True, 3, "gate_proj", [0.5], {"gate_proj": "half"}, {"gate_proj": 0}])
+def test_learning_rate_factors_of_another_kind_are_refused(value):
+    with pytest.raises(NALoRAError, match="learning_rate_factors"):
+        check({"model": "m", "task": "gsm8k", "learning_rate_factors": value})
