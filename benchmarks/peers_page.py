@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 Row = dict[str, str]
 QUESTION, PROFILE, TILES = "step beside peers", "profile of a step", "tiles by rank"
+LAUNCHES = "launches of a step"
 PEFT, LIGER, UNSLOTH = "PEFT LoRA", "PEFT LoRA + Liger", "Unsloth"
 OURS, FP8 = "NA-LoRA, everything on", "NA-LoRA, everything on, FP8 base"
 

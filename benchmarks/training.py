@@ -35,13 +35,19 @@ class Training:
     def train_on(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = self.loss_of(batch)
         loss.backward()
+        self.clip()
+        self.update()
+        return loss.detach()
+
+    def clip(self) -> None:
         if self.controller is not None:
             self.controller.clip_grad_norm_(1.0)
         else:
             torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+
+    def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
     def step(self) -> None:
         self.losses.append(self.train_on(self.batch))

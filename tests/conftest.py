@@ -46,3 +46,11 @@ def _messages_are_logged():
     """A command that runs in the process of a test switches the messages of libraries off for the tests after it."""
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def ffns_layer_by_layer(monkeypatch):
+    """Compute FFNs on the CPU as users do: Triton's interpreter, which is there for tests, cannot multiply bf16."""
+    from nalora.control import fused_ffn
+
+    monkeypatch.setattr(fused_ffn, "triton_runs_on", lambda device: device.type == "cuda")

@@ -17,6 +17,7 @@ def llama(
     seed: int = 0,
     lora_b: float = 0.05,
     spread: float = 3.0,
+    ffn: int = 56,
     **lora,
 ) -> peft.PeftModel:
     """A Llama with LoRA on every linear layer, B ≠ 0 and gates spread over all three regimes."""
@@ -24,7 +25,7 @@ def llama(
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
-        intermediate_size=56,
+        intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
