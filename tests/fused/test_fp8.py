@@ -63,6 +63,15 @@ def test_the_kernel_quantises_like_the_reference(dtype, columns):
         assert (steps != 0).float().mean() < 0.05
 
 
+def test_expanded_and_transposed_rows_are_read_with_their_strides():
+    """Such is the gradient of a sum, and of a transposed output."""
+    matrix = torch.randn(16, 7, device=DEVICE)
+    for x in (matrix.T, torch.ones(1, 1, device=DEVICE).expand(7, 16)):
+        ours, copied = fp8.quantise_rows_by_triton(x), fp8.quantise_rows_by_triton(x.contiguous())
+        assert torch.equal(ours.codes.view(torch.uint8), copied.codes.view(torch.uint8))
+        assert torch.equal(ours.scales, copied.scales)
+
+
 def test_rows_of_zeros_and_numbers_that_are_not_finite():
     x = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0], [-2.0, 1.0]], device=DEVICE)
     result = fp8.quantise_rows(x).dequantised(torch.float32)

@@ -257,7 +257,7 @@ def test_evaluation_and_generation_use_the_fp8_base():
         exact = model.eval()(**batch()).loss
     nalora.fuse(model, base="fp8")
     with torch.no_grad():
-        assert model(**batch()).loss == pytest.approx(exact.item(), rel=0.02)
+        assert model(**batch()).loss.item() == pytest.approx(exact.item(), rel=0.02)
         assert model(**batch()).loss != exact
     model.generate(input_ids=batch()["input_ids"][:1], max_new_tokens=3, do_sample=False)
 

@@ -71,6 +71,8 @@ def _quantise_kernel(
 def quantise_rows_by_triton(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     """Return what `quantise_rows` returns, in one pass over x."""
     rows, columns = x.shape
+    if x.stride(1) != 1:  # an expanded or transposed gradient
+        x = x.contiguous()
     codes = torch.empty(rows, columns, dtype=CODES, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)

@@ -89,9 +89,13 @@ def _reduce(
 
 
 class _Kind(NamedTuple):
-    """What a kernel is compiled for. The activation is identified by name; torch's guards distinguish namesakes."""
+    """What a kernel is compiled for. The activation is identified by name; torch's guards distinguish namesakes.
+
+    Up to torch 2.11 the guards do not read a function's default values, so that they are part of the kind.
+    """
 
     activation: str
+    defaults: str
     sums_dtype: torch.dtype
     z_dtype: torch.dtype
     u_dtype: torch.dtype | None
@@ -104,7 +108,8 @@ class _Kind(NamedTuple):
         cls, activation: Activation, sums: Sums, z: Tensor, u: Tensor | None, mask: Tensor | None, layout: str
     ) -> _Kind:
         u_dtype = None if u is None else u.dtype
-        return cls(activation.name, sums.sensitivity.dtype, z.dtype, u_dtype, mask is not None, layout, z.device)
+        defaults = repr(getattr(activation.phi, "__defaults__", None))
+        return cls(activation.name, defaults, sums.sensitivity.dtype, z.dtype, u_dtype, mask is not None, layout, z.device)
 
 
 class _Kernel:
