@@ -55,6 +55,17 @@ def logits(loaded):
         return loaded.model(torch.tensor([[5, 6, 7, 8]])).logits
 
 
+def test_a_run_on_a_quantised_base_is_evaluated_on_the_one_that_it_names(place, tmp_path):
+    for evaluate, expected in ((True, "4bit"), (False, None)):
+        folder = tmp_path / str(evaluate)
+        shutil.copytree(place / "runs" / "lora", folder)
+        run = (folder / "run.yaml").read_text().replace("quantise: null", "quantise: 4bit")
+        (folder / "run.yaml").write_text(run.replace("evaluate_quantised: true", f"evaluate_quantised: {evaluate}"))
+        assert resolve(str(folder)).spec.quantise == expected
+    with pytest.raises(nalora.NALoRAError, match="evaluate_quantised: false without quantise"):
+        check({"model": "smollm2-135m", "task": "gym/chain_sum", "evaluate_quantised": False})
+
+
 def test_a_run_an_adapter_and_a_model_are_told_apart(place, adapter):
     run = resolve(str(place / "runs" / "lora"))
     assert (run.sort, run.trained, run.adapter) == ("run", run.run.trained, run.run.trained)

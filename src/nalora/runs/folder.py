@@ -39,9 +39,10 @@ HELD_OUT = "-validation"
 _DATA = "data"
 # Settings that do not change the result: where it is written, and what is reported during the run.
 INDIFFERENT = ("output", "report_to", "log_every", "save_every", "save_minutes", "snapshot_every", "device")
-# Nor does the micro-batch size, except for rounding and dropout, as another number of processes. It is part of the key
-# of a study's run all the same, because the keys of stored runs must not change.
-_INDIFFERENT_ON_RESUME = (*INDIFFERENT, "micro_batch_size")
+# Nor does the micro-batch size, except for rounding and dropout, as another number of processes, nor whether layers are
+# fused, except for rounding. They are part of the key of a study's run all the same, because the keys of stored runs
+# must not change.
+_INDIFFERENT_ON_RESUME = (*INDIFFERENT, "micro_batch_size", "fused_adapters")
 
 
 class RunFolder:

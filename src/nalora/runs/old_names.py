@@ -59,4 +59,6 @@ def as_in_keys(options: Mapping[str, Any]) -> dict[str, Any]:
         if new in result:
             value = result.pop(new)
             result[old] = next((before for before, after in values.items() if after == value), value)
+    if result.get("fused_adapters") is False:  # the default, before it depended on the device
+        del result["fused_adapters"]
     return result

@@ -62,11 +62,12 @@ class RunSettings:
     device: str | None = None
     attention: str | None = None
     quantise: Literal["4bit", "8bit"] | None = None
+    evaluate_quantised: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
     cuda_graphs: bool = False
-    fused_adapters: bool = False
+    fused_adapters: bool | None = None
     base: Literal["fp8"] | None = None
     liger: bool = False
     log_every: int = 10

@@ -85,7 +85,9 @@ def resolve(
     path = expanded(name)
     if (path / "run.yaml").is_file():
         finished = finished_run(path, trust=trust, own=own)
-        spec = _with(finished.run.settings.model_spec(), model, device)
+        settings = finished.run.settings
+        spec = settings.model_spec() if settings.evaluate_quantised else replace(settings.model_spec(), quantise=None)
+        spec = _with(spec, model, device)
         return Target(name, "run", spec, finished.trained, finished)
     folder = path if is_adapter(path) else None if path.exists() else _adapter_on_hub(name)
     if folder is not None:

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from peft.tuners.lora.layer import LoraLayer
 from rich.console import Console
 from torch import nn
 
-from nalora.control.fused_model import FusedModel
+from nalora.control.fused_model import FusedModel, why_left_to_peft
 from nalora.distributed import processes
 from nalora.errors import NALoRAError, missing_package, refuse_first
 from nalora.kernels.statistics.engines import has_triton
@@ -39,13 +40,14 @@ def refuse_unless_fp8_fits(run: Run, device: str) -> None:
 def fused_layers(model: nn.Module, run: Run, console: Console) -> Iterator[None]:
     """Fuse the layers of a prepared model as its run says, and print which; PEFT's forwards come back in the end.
 
-    Enter it before anything hooks the layers or holds their weights.
+    Without the setting `fused_adapters` they are fused where that is faster: in a single process on a GPU. Enter it
+    before anything hooks the layers or holds their weights.
 
     Raises:
         NALoRAError: several processes, or a base that cannot be in FP8.
     """
     settings = run.settings
-    if not settings.fused_adapters and settings.base is None:
+    if not (settings.base or settings.fused_adapters or (settings.fused_adapters is None and _gains(model, run))):
         yield
         return
     if (count := processes.count()) > 1:
@@ -57,3 +59,11 @@ def fused_layers(model: nn.Module, run: Run, console: Console) -> Iterator[None]
         yield
     finally:
         layers.remove()
+
+
+def _gains(model: nn.Module, run: Run) -> bool:
+    """Return whether a run without the setting is fused: with kernels: fused, attaching NA-LoRA does it."""
+    if processes.count() > 1 or getattr(run.method, "kernels", None) == "fused":
+        return False
+    on_gpu = next(model.parameters()).is_cuda and has_triton()
+    return on_gpu and any(isinstance(module, LoraLayer) and not why_left_to_peft(module) for module in model.modules())

@@ -109,7 +109,9 @@ class _Kind(NamedTuple):
     ) -> _Kind:
         u_dtype = None if u is None else u.dtype
         defaults = repr(getattr(activation.phi, "__defaults__", None))
-        return cls(activation.name, defaults, sums.sensitivity.dtype, z.dtype, u_dtype, mask is not None, layout, z.device)
+        return cls(
+            activation.name, defaults, sums.sensitivity.dtype, z.dtype, u_dtype, mask is not None, layout, z.device
+        )
 
 
 class _Kernel:
