@@ -39,11 +39,12 @@ def loss_curves(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 2.8))
     styles = (
         dict(linewidth=4, color=OTHERS),
+        dict(linewidth=1, color="white"),
         dict(linestyle="--", color=OURS),
         dict(linestyle=":", color=FLOOR_COLOUR),
     )
     names = [name for name in points[0] if name != "step"]
-    for name, style in zip(names, styles, strict=True):
+    for name, style in zip(names, styles, strict=False):
         axes.plot([int(p["step"]) for p in points], [float(p[name]) for p in points], label=name, **style)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import itertools
+import os
 import platform
 import subprocess
 import time
@@ -37,7 +38,12 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, with a + if files differ from it."""
+    """Return the measured commit, with a + if files differ from it.
+
+    Where the files were copied without their history, the environment variable MEASURED_COMMIT names it.
+    """
+    if "MEASURED_COMMIT" in os.environ:
+        return os.environ["MEASURED_COMMIT"]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()

@@ -61,8 +61,9 @@ def main() -> None:
             for _ in range(4):
                 step()
             samples = torch.tensor([parts_of_step(training) for _ in range(args.steps)])
-            print(f"{name:56s}", *(f"{part} {ms:6.1f}" for part, ms in zip(PARTS, samples.median(0).values, strict=True)),
-                  f"  together {samples.sum(1).median():6.1f} ms", flush=True)  # fmt: skip
+            medians = zip(PARTS, samples.median(0).values, strict=True)
+            described = " ".join(f"{part} {ms:6.1f}" for part, ms in medians)
+            print(f"{name:56s} {described}   together {samples.sum(1).median():6.1f} ms", flush=True)
             columns = [*zip(PARTS, samples.T, strict=True), ("step", samples.sum(1))]
             keys = {"question": QUESTION, "setting": f"{training_step.setting(args)}: {name}", "unit": "ms"}
             rows = [keys | {"variant": part, "run": run_id} | harness.quantiles(ms.tolist()) for part, ms in columns]
