@@ -5,7 +5,6 @@ As in `kernels.fused.linears`, a call that the fused function would not compute 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import Tensor, nn
 from nalora.control.blocks import FFNBlock
 from nalora.control.observer import GateObserver
 from nalora.control.plan import Plan
-from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, replace_forward
+from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight
+from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.gated import GateSpec
 from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
+from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
 from nalora.kernels.statistics.engines import triton_runs_on
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
@@ -67,32 +68,48 @@ def fuse_ffn(
     thresholds, with_up = (observer.thresholds, observer.with_up) if observer else ((0.0, 0.0), False)
     spec = GateSpec(*known, *thresholds, block.up_offset, with_up)
     factors.groups += [inner, outer]
-    original = host.forward
-    runs = triton_runs_on(next(host.parameters()).device)  # not read from the environment while a graph is traced
+    return replace_forward(host, _FusedFFN(inner, outer, frozen, spec, factors, observer, in_graph))
 
-    @functools.wraps(original)
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+
+class _FusedFFN(Replacement):
+    """Computes one FFN, where its adapters allow it."""
+
+    def __init__(
+        self,
+        inner: tuple[nn.Module, nn.Module],
+        outer: tuple[nn.Module],
+        frozen: list[FrozenWeight],
+        spec: GateSpec,
+        factors: StepFactors,
+        observer: GateObserver | None,
+        in_graph: InGraph | None,
+    ) -> None:
+        self.inner, self.outer, self.frozen, self.spec = inner, outer, frozen, spec
+        self.factors, self.observer, self.in_graph = factors, observer, in_graph
+        # Not read from the environment while a graph is traced.
+        self.can_be_in_graph = in_graph is not None and triton_runs_on(next(inner[0].parameters()).device)
+
+    def compute(self, host: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
         compiling = torch.compiler.is_compiling()
-        inside, outside = adapters_of(inner), adapters_of(outer)
+        inside, outside = adapters_of(self.inner), adapters_of(self.outer)
         if (
             inside is None
             or outside is None
             or not is_plain_call(args, kwargs)
-            or not (compiling or triton_runs_on(x.device))
+            or not (self.can_be_in_graph if compiling else triton_runs_on(x.device))
         ):
-            return original(x, *args, **kwargs)
+            return self.original(host, x, *args, **kwargs)
         (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
-            return original(x, *args, **kwargs)
+            return self.original(host, x, *args, **kwargs)
         if compiling:
-            return in_graph(x, *inner, *outer, spec) if in_graph and runs else original(x, *args, **kwargs)
+            return self.in_graph(x, *self.inner, *self.outer, self.spec)
         mask = sums = None
-        if observer is not None:
-            mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
-            sums = observer.sums_to_add_to(x.device) if host.training else None
+        if self.observer is not None:
+            mask = as_bytes(self.observer.token_mask.of(x.shape[:-1]))
+            sums = self.observer.sums_to_add_to(x.device) if host.training else None
         dtype = compute_dtype(x)
-        step_factors = factors.get(inner, inside, dtype), factors.get(outer, outside, dtype)
-        weights = Weights(*frozen, *inside.scalings, *outside.scalings, *step_factors)
-        return LoRAFFN.apply(x, weights, spec, sums, mask, a_gate, b_gate, a_up, b_up, a_down, b_down)
-
-    return replace_forward(host, forward)
+        step_factors = self.factors.get(self.inner, inside, dtype), self.factors.get(self.outer, outside, dtype)
+        weights = Weights(*self.frozen, *inside.scalings, *outside.scalings, *step_factors)
+        return LoRAFFN.apply(x, weights, self.spec, sums, mask, a_gate, b_gate, a_up, b_up, a_down, b_down)
