@@ -19,13 +19,13 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def llama(dtype=torch.float32, tied=False, **lora):
+def llama(dtype=torch.float32, tied=False, layers=2, **lora):
     """A model whose sizes are multiples of 16, as FP8 products need."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.1, pad_token_id=0,
-        tie_word_embeddings=tied,
+        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.1,
+        pad_token_id=0, tie_word_embeddings=tied,
     )  # fmt: skip
     return tiny.with_lora(transformers.LlamaForCausalLM(config).to(dtype), **lora).to(DEVICE)
 

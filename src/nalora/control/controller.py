@@ -82,9 +82,9 @@ class NALoRAController:
         # Fused layers hide their gates; they come back when the controller is detached.
         self._fused_before = fused_layers(self.model)
         if self._fused_before is not None:
-            self._fused_before.refuse_compiled("attach(model)")
             device = next(self.model.parameters()).device
             kernels = "fused" if kernels == "auto" and has_triton() and triton_runs_on(device) else kernels
+            self._fused_before.refuse_kernels(kernels)
             self._fused_before.remove()
         self._kernels = kernels
         self._undo: list[Callable[[], None]] = []
@@ -113,7 +113,8 @@ class NALoRAController:
         if kernels == "fused":
             from nalora.control.fused_ffn import fuse  # Triton may not be installed
 
-            self._undo += fuse(self.model, self.plan, self._observers)
+            compiled = self._fused_before is not None and self._fused_before.compiles_layers
+            self._undo += fuse(self.model, self.plan, self._observers, compiled=compiled)
         elif self._fused_before is not None:
             self._undo += fuse_adapters(self.model)
 

@@ -5,7 +5,6 @@ As in `kernels.fused.linears`, a call that the fused function would not compute 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,41 +12,54 @@ import torch
 from torch import Tensor, nn
 
 from nalora.control.blocks import FFNBlock
+from nalora.control.fusable import refuse_unless_observable, why_not_one_function
 from nalora.control.observer import GateObserver
 from nalora.control.plan import Plan
-from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, replace_forward
+from nalora.kernels.fused import ffn_op, linears_op
+from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight
+from nalora.kernels.fused.collectors import key_of
+from nalora.kernels.fused.compiled_layers import compile_layers
 from nalora.kernels.fused.gated import GateSpec
 from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
+from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
 from nalora.kernels.statistics.engines import triton_runs_on
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
 
 
-def fuse(model: nn.Module, plan: Plan, observers: Sequence[object]) -> list[Callable[[], None]]:
+def fuse(
+    model: nn.Module, plan: Plan, observers: Sequence[object], *, compiled: bool = False
+) -> list[Callable[[], None]]:
     """Fuse every FFN of a plan and every other LoRA linear layer where possible; the functions returned undo it.
 
-    `observers` has one entry for each block of the plan.
+    Args:
+        model: with PEFT's adapters.
+        plan: of the model.
+        observers: one for each block of the plan.
+        compiled: whether torch.compile also compiles the decoder layers.
+
+    Raises:
+        NALoRAError: `compiled`, and a gate that could not be observed inside a compiled layer.
     """
+    if compiled:
+        refuse_unless_observable(model, plan)
     factors = StepFactors()
     undo: list[Callable[[], None]] = []
     fused: set[nn.Module] = set()
     for planned, observer in zip(plan.blocks, observers, strict=True):
         if not isinstance(observer, GateObserver):
             continue
-        if (restore := fuse_ffn(planned.block, factors, observer)) is not None:
+        if (restore := fuse_ffn(planned.block, factors, observer, in_graph=compiled)) is not None:
             undo.append(restore)
             fused |= {projection.module for projection in planned.block.projections.values()}
-    return undo + fuse_adapters(model, factors, frozenset(fused))
-
-
-# Computes gate, up and down inside a compiled graph.
-InGraph = Callable[[Tensor, nn.Module, nn.Module, nn.Module, GateSpec], Tensor]
+    undo += fuse_adapters(model, factors, frozenset(fused), linears_op.compute if compiled else None)
+    return compile_layers(model) + undo if compiled else undo
 
 
 def fuse_ffn(
-    block: FFNBlock, factors: StepFactors, observer: GateObserver | None = None, in_graph: InGraph | None = None
+    block: FFNBlock, factors: StepFactors, observer: GateObserver | None = None, *, in_graph: bool = False
 ) -> Callable[[], None] | None:
     """Compute a whole gated FFN as one function; return what restores the module's forward, None if impossible.
 
@@ -55,44 +67,51 @@ def fuse_ffn(
         block: the FFN.
         factors: where its adapters are cast.
         observer: of its gate, if statistics are collected.
-        in_graph: computes it under torch.compile, where it keeps its own forward without it.
+        in_graph: whether it is an operator under torch.compile, where it keeps its own forward otherwise.
     """
-    host, known = block.host, number_and_limit(block.activation)
-    if host is None or known is None or block.up is None or block.fused:
-        return None
-    inner, outer = (block.gate.module, block.up.module), (block.down.module,)
-    frozen = [frozen_weight(layer) for layer in (*inner, *outer)]
-    if None in frozen or any(layer.base_layer.bias is not None for layer in (*inner, *outer)):
+    known = number_and_limit(block.activation)
+    if block.host is None or known is None or why_not_one_function(block):
         return None
     thresholds, with_up = (observer.thresholds, observer.with_up) if observer else ((0.0, 0.0), False)
-    spec = GateSpec(*known, *thresholds, block.up_offset, with_up)
-    factors.groups += [inner, outer]
-    original = host.forward
-    runs = triton_runs_on(next(host.parameters()).device)  # not read from the environment while a graph is traced
+    ffn = _FusedFFN(block, GateSpec(*known, *thresholds, block.up_offset, with_up), factors, observer, in_graph)
+    return replace_forward(block.host, ffn)
 
-    @functools.wraps(original)
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+
+class _FusedFFN(Replacement):
+    """Computes one FFN, where its adapters allow it."""
+
+    def __init__(
+        self, block: FFNBlock, spec: GateSpec, factors: StepFactors, observer: GateObserver | None, in_graph: bool
+    ) -> None:
+        assert block.up is not None
+        self.inner, self.outer = (block.gate.module, block.up.module), (block.down.module,)
+        self.frozen = [frozen_weight(layer) for layer in (*self.inner, *self.outer)]
+        self.spec, self.factors, self.observer = spec, factors, observer
+        factors.groups += [self.inner, self.outer]
+        # Not read from the environment while a graph is traced.
+        self.in_graph = in_graph and triton_runs_on(next(self.inner[0].parameters()).device)
+        self.key = key_of(observer) if in_graph and observer is not None else None
+
+    def compute(self, host: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
         compiling = torch.compiler.is_compiling()
-        inside, outside = adapters_of(inner), adapters_of(outer)
+        inside, outside = adapters_of(self.inner), adapters_of(self.outer)
         if (
             inside is None
             or outside is None
             or not is_plain_call(args, kwargs)
-            or not (compiling or triton_runs_on(x.device))
+            or not (self.in_graph if compiling else triton_runs_on(x.device))
         ):
-            return original(x, *args, **kwargs)
+            return self.original(host, x, *args, **kwargs)
         (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
-            return original(x, *args, **kwargs)
+            return self.original(host, x, *args, **kwargs)
         if compiling:
-            return in_graph(x, *inner, *outer, spec) if in_graph and runs else original(x, *args, **kwargs)
+            return ffn_op.compute(x, *self.inner, *self.outer, self.spec, self.key if host.training else None)
         mask = sums = None
-        if observer is not None:
-            mask = as_bytes(observer.token_mask.of(x.shape[:-1]))
-            sums = observer.sums_to_add_to(x.device) if host.training else None
+        if self.observer is not None and host.training:
+            sums, mask = self.observer.begin_pass(x.shape[:-1], x.device)
         dtype = compute_dtype(x)
-        step_factors = factors.get(inner, inside, dtype), factors.get(outer, outside, dtype)
-        weights = Weights(*frozen, *inside.scalings, *outside.scalings, *step_factors)
-        return LoRAFFN.apply(x, weights, spec, sums, mask, a_gate, b_gate, a_up, b_up, a_down, b_down)
-
-    return replace_forward(host, forward)
+        step_factors = self.factors.get(self.inner, inside, dtype), self.factors.get(self.outer, outside, dtype)
+        weights = Weights(*self.frozen, *inside.scalings, *outside.scalings, *step_factors)
+        return LoRAFFN.apply(x, weights, self.spec, sums, as_bytes(mask), a_gate, b_gate, a_up, b_up, a_down, b_down)

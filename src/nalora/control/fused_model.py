@@ -10,12 +10,13 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from nalora.control.blocks import FFNBlock, find_blocks
+from nalora.control.fusable import why_left_to_peft
 from nalora.control.fused_check import Agreement, compare, loss_and_gradients
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
 from nalora.errors import NALoRAError, require
 from nalora.kernels.fused import linears_op
-from nalora.kernels.fused.adapters import StepFactors, frozen_weight
+from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import compile_layers, decoder_layers, refuse_unless_compilable
 from nalora.kernels.fused.linears import fuse_adapters
 from nalora.kernels.statistics.engines import has_triton
@@ -39,7 +40,7 @@ def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False, comp
             meant for the model in its own precision.
         keep_base: whether FP8's original weights are kept on the host, so that `undo` can put them back.
         compile_layers: whether torch.compile also compiles whole decoder layers, with the fused functions inside. The
-            first steps take longer, and so does the first step of every other shape; not for use with NA-LoRA.
+            first steps take longer, and so does the first step of every other shape.
 
     Raises:
         NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8 or whose
@@ -94,10 +95,8 @@ class FusedModel:
         self.ffns: list[FFNBlock] = []
         for block in self._blocks:
             from nalora.control.fused_ffn import fuse_ffn  # Triton may not be installed
-            from nalora.kernels.fused import ffn_op
 
-            ffn_in_graph = ffn_op.compute if self.compiles_layers else None
-            if (restore := fuse_ffn(block, factors, in_graph=ffn_in_graph)) is not None:
+            if (restore := fuse_ffn(block, factors, in_graph=self.compiles_layers)) is not None:
                 self._undo.append(restore)
                 self.ffns.append(block)
         # The layers of an FFN too: on a CPU it is computed layer by layer.
@@ -161,11 +160,15 @@ class FusedModel:
         print(agreement)
         return agreement
 
-    def refuse_compiled(self, where: str) -> None:
-        """Raise NALoRAError if decoder layers are compiled: their graphs do not collect the statistics of gates."""
-        if self.compiles_layers:
-            found, fix = "a model with compiled layers", "call undo(), then fuse(model) without compile_layers"
-            raise NALoRAError(where, found=found, expected="fused layers that are not compiled", fix=fix)
+    def refuse_kernels(self, kernels: str) -> None:
+        """Raise NALoRAError if layers are compiled, but statistics are not collected by fused functions inside them."""
+        if self.compiles_layers and kernels != "fused":
+            raise NALoRAError(
+                "attach(model)",
+                found=f"compiled layers and kernels={kernels!r}",
+                expected="kernels='fused', and Triton on the model's device",
+                fix="leave kernels out, or call undo(), then fuse(model) without compile_layers",
+            )
 
     def _refuse_controller(self, where: str) -> None:
         if any(is_observed(module) for module in self.model.modules()):
@@ -200,23 +203,6 @@ class FusedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-
-def why_left_to_peft(layer: LoraLayer) -> str:
-    """Return why training passes through PEFT's own forward of a LoRA layer; empty if it is fused."""
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if frozen_weight(layer) is None:
-        trained = any(parameter.requires_grad for parameter in layer.base_layer.parameters())
-        kind = f"{type(layer.base_layer).__name__} below {type(layer).__name__}"
-        return "the base weight is trained" if trained else f"{kind} is not supported"
-    if len(active) != 1 or layer.merged or layer.disable_adapters:
-        return f"{len(active)} active adapters" if len(active) != 1 else "its adapter is merged or disabled"
-    (name,) = active
-    if name in layer.lora_variant:
-        return f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} is not plain LoRA"
-    if layer.lora_B[name].bias is not None:
-        return "lora_bias"
-    return "lora_dropout in training" if getattr(layer.lora_dropout[name], "p", 0) else ""
 
 
 def _fusable_blocks(model: nn.Module) -> list[FFNBlock]:

@@ -94,9 +94,15 @@ class GateObserver:
         if self.window.admits(z.device):
             self.accumulate(sums, z, self.block.activation, self.thresholds, u, mask)
 
-    def sums_to_add_to(self, device: torch.device) -> Sums | None:
-        """Return the sums that a fused layer adds this pass to while it computes, None if the pass does not count."""
-        return self.window.sums if self.window.admits(device) else None
+    def begin_pass(self, shape: torch.Size, device: torch.device) -> tuple[Sums | None, Tensor | None]:
+        """Return the sums that a fused FFN adds this training pass to, None if it does not count, and its token mask.
+
+        Args:
+            shape: the leading dimensions of the input.
+            device: where it is.
+        """
+        mask = self.token_mask.of(shape)
+        return (self.window.sums if self.window.admits(device) else None), mask
 
 
 class _Hook:

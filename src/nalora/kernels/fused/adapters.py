@@ -7,9 +7,7 @@ forward pass begins, and the LoRA scaling is folded into A.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,44 +68,6 @@ def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
 
         return DenseWeight(lambda dtype: dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype))
     return None
-
-
-class ReplacedForward:
-    """The forward of one module instance. A deep copy or a pickle of the module has the forward of its class."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        self.module = module
-        functools.update_wrapper(self, forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the function that replaces the forward."""
-        output: Tensor = self.__wrapped__(*args, **kwargs)
-        return output
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return forward_of_class(memo[id(self.module)])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return forward_of_class, (self.module,)
-
-
-def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the module has without a replaced one."""
-    return MethodType(type(module).forward, module)
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Callable[[], None]:
-    """Replace the forward of this one module; return a function that restores it."""
-    before = vars(module).get("forward")
-    module.forward = ReplacedForward(module, forward)
-
-    def restore() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return restore
 
 
 def cast(groups: list[Adapters], dtype: torch.dtype) -> list[Factors]:

@@ -19,8 +19,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nalora.errors import NALoRAError, missing_package
-from nalora.kernels.fused.adapters import frozen_weight, replace_forward
+from nalora.kernels.fused.adapters import frozen_weight
 from nalora.kernels.fused.linears_op import is_stored_in_tensors
+from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
 from nalora.kernels.inert_hook import inert_hook
 from nalora.kernels.statistics.engines import can_compile
 
@@ -74,7 +75,7 @@ def compile_layers(model: nn.Module) -> list[Callable[[], None]]:
         kind = type(layer)
         if kind not in compiled:
             compiled[kind] = _compiled(_own_forward(kind))
-        undo.append(replace_forward(layer, _forward(name, layer, compiled[kind])))
+        undo.append(replace_forward(layer, _CompiledLayer(name, compiled[kind], _checkpoints_in_forward(kind))))
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "use_cache" in inspect.signature(inner.forward).parameters:
         undo.append(model.register_forward_pre_hook(_WithoutCache(), with_kwargs=True).remove)
@@ -117,25 +118,25 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _forward(name: str, layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    original = layer.forward
-    checkpoints = _checkpoints_in_forward(type(layer))
+class _CompiledLayer(Replacement):
+    """Computes one decoder layer: training passes by the function that all layers of its class share."""
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, name: str, compiled: Callable[..., Any], checkpoints: bool) -> None:
+        self.name, self.compiled, self.checkpoints = name, compiled, checkpoints
+
+    def compute(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
         cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
         if not layer.training or not torch.is_grad_enabled() or cached:
-            return original(*args, **kwargs)
+            return self.original(layer, *args, **kwargs)
         try:
-            if checkpoints and layer.gradient_checkpointing:
-                return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **kwargs), *args)
-            return compiled(layer, *args, **kwargs)
+            if self.checkpoints and layer.gradient_checkpointing:
+                return layer._gradient_checkpointing_func(functools.partial(self.compiled, layer, **kwargs), *args)
+            return self.compiled(layer, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise NALoRAError(
-                name,
+                self.name,
                 found=f"a layer that cannot be compiled as a whole: {str(error).splitlines()[0]}",
                 expected="a forward without branches that depend on data",
                 fix="call fuse(model) without compile_layers",
             ) from error
-
-    return forward

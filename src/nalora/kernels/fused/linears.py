@@ -11,7 +11,6 @@ segment must save the same tensors when it is recomputed, and a resumed run must
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 import weakref
@@ -22,15 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.kernels.fused.adapters import (
-    StepFactors,
-    adapters_of,
-    frozen_weight,
-    only_adapter,
-    replace_forward,
-)
+from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, only_adapter
 from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
+from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
 
 # Computes layers that share an input inside a compiled graph.
 InGraph = Callable[[Tensor, Sequence[nn.Module]], list[Tensor]]
@@ -72,22 +66,23 @@ def fuse_linears(
     undo = []
     for names in (*shared, *([name] for name in weights if name not in in_groups)):
         group = LinearGroup({layers[name]: weights[name] for name in names}, factors, in_graph)
-        undo += [replace_forward(layers[name], _fused_forward(layers[name], group)) for name in names]
+        undo += [replace_forward(layers[name], _FusedLinear(group, index)) for index, name in enumerate(names)]
     return undo
 
 
-def _fused_forward(layer: nn.Module, group: LinearGroup) -> Callable[..., Tensor]:
-    original = layer.forward
-    index = [*group.weights].index(layer)
+class _FusedLinear(Replacement):
+    """Computes one layer of a group, where the group can."""
 
-    @functools.wraps(original)
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, group: LinearGroup, index: int) -> None:
+        self.group, self.index = group, index
+
+    def compute(self, layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
         output = None
         if is_plain_call(args, kwargs):
-            output = group.trace(index, x) if torch.compiler.is_compiling() else group.compute(layer, x)
-        return original(x, *args, **kwargs) if output is None else output
-
-    return forward
+            in_graph = torch.compiler.is_compiling()
+            output = self.group.trace(self.index, x) if in_graph else self.group.compute(layer, x)
+        return self.original(layer, x, *args, **kwargs) if output is None else output
 
 
 def is_plain_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -156,8 +151,10 @@ def children_sharing_input(parent: nn.Module) -> list[list[str]]:
 
     An assignment to the variable between two calls separates them; a forward without source has no groups.
     """
+    replacement = replaced_by(parent)
+    forward = parent.forward if replacement is None else replacement.before or type(parent).forward
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(parent.forward)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
         return []
     calls = _Calls()

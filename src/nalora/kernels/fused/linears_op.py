@@ -2,7 +2,8 @@
 
 The operator computes what `lora_linear.LoRALinears` does; its arguments and results are tensors and numbers alone.
 Frozen layers are passed as the tensors that they store: the weight, or codes and the bits of their scales for FP8,
-then the bias if there is one.
+then the bias if there is one. The adapters are passed twice: cast, for the products, and as PEFT stores them, which get
+the gradients.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.kernels.fused.adapters import Adapters, Factors, adapters_of, cast
+from nalora.kernels.fused.adapters import Factors, adapters_of
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, compute_dtype, linears_backward, linears_forward
+from nalora.kernels.fused.operators import cast_in_graph, define, differentiate, in_shape
 
 
 def compute(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Return the output of each LoRA layer, all of which have one plain adapter."""
     adapters = adapters_of(tuple(layers))
     assert adapters is not None
-    a, b, scalings = adapters
-    bases = [layer.base_layer for layer in layers]
-    frozen = [tensor for base in bases for tensor in stored_tensors(base)]
-    results = torch.ops.nalora.lora_linears(x.to(compute_dtype(x)), frozen, list(a), list(b), list(scalings))
-    return results[: len(bases)]
+    dtype = compute_dtype(x)
+    factors = cast_in_graph(adapters, dtype)
+    frozen = [tensor for layer in layers for tensor in stored_tensors(layer.base_layer)]
+    outputs: list[Tensor] = torch.ops.nalora.lora_linears(
+        x.to(dtype), frozen, factors.a, list(factors.b), *(list(part) for part in adapters)
+    )
+    return outputs[:-1]
 
 
 def stored_tensors(base: nn.Module) -> list[Tensor]:
@@ -64,94 +68,102 @@ def _fp8(codes: Tensor, scale_bits: Tensor) -> FrozenWeight:
     return FP8Weight(lambda: fp8.Quantised(codes.view(fp8.CODES), scale_bits.view(torch.float32)))
 
 
-@torch.library.custom_op("nalora::lora_linears", mutates_args=())
-def lora_linears(
+def _forward(
     x: Tensor,
     frozen: Sequence[Tensor],
+    factor_a: Tensor,
+    factors_b: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scalings: Sequence[float],
 ) -> list[Tensor]:
-    """Return the outputs, then what backward needs: the projected input, and the cast factors s·A and B."""
-    (factors,) = cast([Adapters(tuple(a), tuple(b), tuple(scalings))], x.dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    outputs, projected = linears_forward(rows, frozen_layers(frozen, scalings), factors)
-    return [*(y.view(*x.shape[:-1], -1) for y in outputs), projected, factors.a, *factors.b]
+    """Return the outputs, then the projected input, which backward needs."""
+    factors = Factors(factor_a, tuple(factors_b))
+    outputs, projected = linears_forward(x.reshape(-1, x.shape[-1]), frozen_layers(frozen, scalings), factors)
+    return [*(in_shape(y, x.shape) for y in outputs), projected]
 
 
-@lora_linears.register_fake
-def _(
+def _forward_shapes(
     x: Tensor,
     frozen: Sequence[Tensor],
+    factor_a: Tensor,
+    factors_b: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scalings: Sequence[float],
 ) -> list[Tensor]:
-    rank = sum(factor.shape[0] for factor in a)
-    tokens = x.numel() // x.shape[-1]
-    outputs = [x.new_empty(*x.shape[:-1], factor.shape[0]) for factor in b]
-    cast_factors = [x.new_empty(factor.shape) for factor in b]
-    return [*outputs, x.new_empty(tokens, rank), x.new_empty(rank, x.shape[-1]), *cast_factors]
+    outputs = [x.new_empty(*x.shape[:-1], factor.shape[0]) for factor in factors_b]
+    return [*outputs, x.new_empty(x.numel() // x.shape[-1], factor_a.shape[0])]
 
 
-@torch.library.custom_op("nalora::lora_linears_backward", mutates_args=())
-def lora_linears_backward(
+def _backward(
     grads: Sequence[Tensor],
     x: Tensor,
     projected: Tensor,
-    a: Tensor,
-    b: Sequence[Tensor],
+    factor_a: Tensor,
+    factors_b: Sequence[Tensor],
     frozen: Sequence[Tensor],
     scalings: Sequence[float],
-    factor_dtype: torch.dtype,
+    dtype: torch.dtype,
     needs_dx: bool,
 ) -> list[Tensor]:
-    """Return dx (empty unless needed), the stacked gradients of A, and those of each B."""
+    """Return dx (empty unless needed), the stacked gradients of A, and those of each B, in the adapters' dtype."""
     rows = x.reshape(-1, x.shape[-1])
     dys = [dy.reshape(-1, dy.shape[-1]).to(x.dtype) for dy in grads]
-    layers = frozen_layers(frozen, scalings)
+    factors = Factors(factor_a, tuple(factors_b))
     dx, da, db = linears_backward(
-        rows, projected, Factors(a, tuple(b)), layers, dys, factor_dtype=factor_dtype, needs_dx=needs_dx
+        rows, projected, factors, frozen_layers(frozen, scalings), dys, factor_dtype=dtype, needs_dx=needs_dx
     )
     dx = x.new_empty(0) if dx is None else dx.view(x.shape)
     return [dx, da, *(grad for grad in db if grad is not None)]
 
 
-@lora_linears_backward.register_fake
-def _(
+def _backward_shapes(
     grads: Sequence[Tensor],
     x: Tensor,
     projected: Tensor,
-    a: Tensor,
-    b: Sequence[Tensor],
+    factor_a: Tensor,
+    factors_b: Sequence[Tensor],
     frozen: Sequence[Tensor],
     scalings: Sequence[float],
-    factor_dtype: torch.dtype,
+    dtype: torch.dtype,
     needs_dx: bool,
 ) -> list[Tensor]:
-    dx = x.new_empty(x.shape if needs_dx else 0)
-    return [dx, a.new_empty(a.shape, dtype=factor_dtype), *(f.new_empty(f.shape, dtype=factor_dtype) for f in b)]
+    factors = (factor_a, *factors_b)
+    return [x.new_empty(x.shape if needs_dx else 0), *(f.new_empty(f.shape, dtype=dtype) for f in factors)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, frozen, a, _, scalings = inputs
-    count = len(a)
-    ctx.save_for_backward(x, *output[count:], *frozen)
-    ctx.count, ctx.scalings, ctx.factor_dtype = count, scalings, a[0].dtype
-    ctx.shapes = [y.shape for y in output[:count]]
+    x, frozen, factor_a, factors_b, a, _, ctx.scalings = inputs
+    ctx.save_for_backward(x, output[-1], factor_a, *factors_b, *frozen)
+    ctx.count, ctx.dtype = len(a), a[0].dtype
+    ctx.shapes = [y.shape for y in output[:-1]]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, projected, a, *others = ctx.saved_tensors
-    b, frozen = others[: ctx.count], others[ctx.count :]
-    dys = [x.new_zeros(shape) if dy is None else dy for dy, shape in zip(grads[: ctx.count], ctx.shapes, strict=True)]
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, projected, factor_a, *others = ctx.saved_tensors
+    factors_b, frozen = others[: ctx.count], others[ctx.count :]
+    dys = [x.new_zeros(shape) if dy is None else dy for dy, shape in zip(grads[:-1], ctx.shapes, strict=True)]
     needs_dx = ctx.needs_input_grad[0]
     dx, stacked, *db = torch.ops.nalora.lora_linears_backward(
-        dys, x, projected, a, b, frozen, ctx.scalings, ctx.factor_dtype, needs_dx
+        dys, x, projected, factor_a, factors_b, frozen, ctx.scalings, ctx.dtype, needs_dx
     )
-    da = list(stacked.split([factor.shape[1] for factor in b]))
-    return dx if needs_dx else None, [None] * len(frozen), da, db, None
+    da = list(stacked.split([factor.shape[1] for factor in factors_b]))
+    nothing = [None] * len(frozen), None, [None] * len(factors_b)
+    return dx if needs_dx else None, *nothing, da, db, None
 
 
-lora_linears.register_autograd(_backward, setup_context=_save)
+define(
+    "lora_linears(Tensor x, Tensor[] frozen, Tensor factor_a, Tensor[] factors_b, Tensor[] a, Tensor[] b,"
+    " float[] scalings) -> Tensor[]",
+    _forward,
+    _forward_shapes,
+)
+define(
+    "lora_linears_backward(Tensor[] grads, Tensor x, Tensor projected, Tensor factor_a, Tensor[] factors_b,"
+    " Tensor[] frozen, float[] scalings, ScalarType dtype, bool needs_dx) -> Tensor[]",
+    _backward,
+    _backward_shapes,
+)
+differentiate("lora_linears", _differentiate, _save)

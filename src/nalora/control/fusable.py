@@ -1,0 +1,82 @@
+"""Which layers and FFNs fused functions compute, and why they do not compute the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+
+from nalora.control.blocks import FFNBlock
+from nalora.control.plan import Plan
+from nalora.errors import NALoRAError
+from nalora.kernels.fused.adapters import frozen_weight
+from nalora.kernels.fused.compiled_layers import decoder_layers
+from nalora.kernels.statistics.engines import triton_runs_on
+
+
+def why_left_to_peft(layer: LoraLayer) -> str:
+    """Return why training passes through PEFT's own forward of a LoRA layer; empty if it is fused."""
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if frozen_weight(layer) is None:
+        trained = any(parameter.requires_grad for parameter in layer.base_layer.parameters())
+        kind = f"{type(layer.base_layer).__name__} below {type(layer).__name__}"
+        return "the base weight is trained" if trained else f"{kind} is not supported"
+    if len(active) != 1 or layer.merged or layer.disable_adapters:
+        return f"{len(active)} active adapters" if len(active) != 1 else "its adapter is merged or disabled"
+    (name,) = active
+    if name in layer.lora_variant:
+        return f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} is not plain LoRA"
+    if layer.lora_B[name].bias is not None:
+        return "lora_bias"
+    return "lora_dropout in training" if getattr(layer.lora_dropout[name], "p", 0) else ""
+
+
+def why_not_one_function(block: FFNBlock) -> str:
+    """Return why a block cannot be computed as one function, whatever its adapters are; empty if it can be."""
+    if block.experts is not None:
+        return "experts"
+    if block.host is None or block.up is None or block.fused:
+        return "an FFN that is not a module with separate gate, up and down layers"
+    from nalora.kernels.statistics.triton_activations import number_and_limit  # Triton may not be installed
+
+    if number_and_limit(block.activation) is None:
+        return f"{block.activation.name}, which has no kernel"
+    for projection in block.projections.values():
+        layer: Any = projection.module
+        if frozen_weight(layer) is None:
+            reason = why_left_to_peft(layer) if isinstance(layer, LoraLayer) else "no adapter"
+            return f"{projection.name}: {reason}"
+        if layer.base_layer.bias is not None:
+            return f"{projection.name}: a bias"
+    return ""
+
+
+def refuse_unless_observable(model: nn.Module, plan: Plan) -> None:
+    """Raise NALoRAError for a gate in a decoder layer whose statistics a compiled layer cannot collect.
+
+    They are collected by the function of the whole FFN. A hook on the gate alone would be compiled for every layer.
+    """
+    layers = decoder_layers(model)
+    for planned in plan.blocks:
+        block = planned.block
+        if any(block.place.startswith(f"{name}.") for name in layers) and (reason := _why_not_in_graph(block)):
+            raise NALoRAError(
+                block.name,
+                found=f"{reason}, in a compiled layer",
+                expected="an FFN that is one fused function, which observes its gate",
+                fix="call undo(), then fuse(model) without compile_layers",
+            )
+
+
+def _why_not_in_graph(block: FFNBlock) -> str:
+    if reason := why_not_one_function(block):
+        return reason
+    layers: list[Any] = [projection.module for projection in block.projections.values()]
+    for projection, layer in zip(block.projections.values(), layers, strict=True):
+        if reason := why_left_to_peft(layer):
+            return f"{projection.name}: {reason}"
+    if len(ranks := {layer.r[name] for layer in layers for name in layer.active_adapters if name in layer.r}) > 1:
+        return f"adapters of ranks {', '.join(map(str, sorted(ranks)))}"
+    device = next(layers[0].parameters()).device
+    return "" if triton_runs_on(device) else f"a model on {device.type}, where Triton does not run"
