@@ -129,6 +129,16 @@ def main() -> None:
             report(name, variant, comparison, args)
 
 
+def profiled_steps(step: Callable[[], None], args: argparse.Namespace, activities: list[ProfilerActivity]) -> Any:
+    """Return the profiler's events of some steps."""
+    with profile(activities=activities, record_shapes=True) as profiled:
+        for _ in range(args.steps):
+            step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+    return profiled.events()
+
+
 def report(
     name: str, variant: variants.Described, comparison: training_step.Comparison, args: argparse.Namespace
 ) -> None:
@@ -138,16 +148,14 @@ def report(
         for _ in range(4):
             step()
         unprofiled = harness.quantiles(harness.time_steps(step, max(args.steps, 3)))
-        with profile(activities=activities, record_shapes=True) as profiled:
-            for _ in range(args.steps):
-                step()
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-    kernels = kernels_of(profiled.events())
+        kernels = kernels_of(profiled_steps(step, args, activities))
+        # Operators are recorded at the cost of gaps, in which the GPU cools and runs faster afterwards: how long it is
+        # busy is measured without them.
+        alone = profiled_steps(step, args, activities[1:]) if args.device == "cuda" else []
     times, counts, unknown = by_group(kernels, args.rank)
-    busy = union(sorted((kernel.start, kernel.end) for kernel in kernels))
-    # Without the profiler, which delays launches; kernels take as long with it as without.
-    gaps = max(0.0, 1000 * unprofiled["p50"] - busy / args.steps)
+    busy = [event for event in alone if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in busy)
+    gaps = max(0.0, 1000 * unprofiled["p50"] - union(spans) / args.steps)
     table = {group: total / args.steps / 1000 for group, total in times.items()} | {GAPS: gaps / 1000}
     print(f"\n{name}, {training_step.setting(args)}: {unprofiled['p50']:.1f} ms a step")
     for group, ms in table.items():

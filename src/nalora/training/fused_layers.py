@@ -10,7 +10,8 @@ from peft.tuners.lora.layer import LoraLayer
 from rich.console import Console
 from torch import nn
 
-from nalora.control.fused_model import FusedModel, why_left_to_peft
+from nalora.control.fusable import why_left_to_peft
+from nalora.control.fused_model import FusedModel
 from nalora.distributed import processes
 from nalora.errors import NALoRAError, missing_package, refuse_first
 from nalora.kernels.statistics.engines import has_triton
