@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import sys
 import time
 
 import harness
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--profile", nargs="*", default=[], help="variants whose Python functions are printed by time")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
+    del sys.argv[1:]  # Inductor writes them into its code, where an apostrophe is a syntax error
     comparison = training_step.Comparison(args)
     if not args.only or any("FP8" in name for name in [*args.only, *args.profile]):
         comparison.add_fp8()

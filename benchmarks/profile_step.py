@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     training_step.arguments(parser)
     args = parser.parse_args()
+    del sys.argv[1:]  # Inductor writes them into its code, where an apostrophe is a syntax error
     comparison = training_step.Comparison(args)
     if any("FP8" in name for name in args.variants):
         comparison.add_fp8()
