@@ -80,6 +80,10 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
         "nalora.fuse + Liger's loss, compiled layers": Described(
             training.within(lambda: liger_loss(model), fuse(training, compile_layers=True)), ("liger",), compiled=True,
         ),
+        "NA-LoRA + Liger's loss, compiled layers": Described(
+            training.within(lambda: liger_loss(model), fuse(training, statistics, compile_layers=True)),
+            ("liger",), compiled=True,
+        ),
     }  # fmt: skip
 
 
@@ -100,6 +104,12 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
         "nalora.fuse, compiled layers, FP8 base": Described(compiled, compiled=True, fp8=True),
         "nalora.fuse + Liger's loss, compiled layers, FP8 base": Described(
             training.within(lambda: liger_loss(model), compiled), ("liger",), compiled=True, fp8=True
+        ),
+        "NA-LoRA + Liger's loss, compiled layers, FP8 base": Described(
+            training.within(lambda: liger_loss(model), training.within(lambda: compiled_fp8(model), statistics)),
+            ("liger",),
+            compiled=True,
+            fp8=True,
         ),
     }
 
@@ -140,15 +150,16 @@ def compilation() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def fuse(training: Training, *, compile_layers: bool = False) -> Variant:
-    """Return the variant of fused layers without NA-LoRA."""
+def fuse(training: Training, variant: Variant | None = None, *, compile_layers: bool = False) -> Variant:
+    """Return a variant (default: plain) with fused layers."""
 
     @contextlib.contextmanager
     def fused() -> Iterator[Callable[[], None]]:
         with compilation() if compile_layers else contextlib.nullcontext():
             layers = nalora.fuse(training.model, compile_layers=compile_layers)
             try:
-                yield training.step
+                with (variant or training.plain)() as step:
+                    yield step
             finally:
                 layers.undo()
 

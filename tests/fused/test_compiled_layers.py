@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 
 import pytest
 import tiny
@@ -125,8 +127,10 @@ def test_it_is_undone_and_not_copied(graphs):
     model = llama()
     layers = nalora.fuse(model, compile_layers=True)
     assert len(replaced(model)) == 2 * (1 + 7 + 1)
-    other = copy.deepcopy(model)
-    other(**batch()).loss.backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(**batch()).loss.backward()
+        q_proj = other.get_base_model().model.layers[0].self_attn.q_proj
+        assert inspect.signature(q_proj.forward) == inspect.signature(type(q_proj).forward.__get__(q_proj))
     assert graphs() == 0
     layers.undo()
     assert not replaced(model)

@@ -114,6 +114,16 @@ def test_the_operator_computes_exactly_what_an_eager_ffn_does(monkeypatch):
         assert torch.equal(eager, operator)
 
 
+def test_errors_of_the_controller_pass_through_the_graph(graphs):
+    model = llama()
+    _, controller = attached(model, True)
+    model(**padded(0)).loss.backward()
+    controller.apply()
+    with pytest.raises(nalora.NALoRAError, match="another forward pass after the control was applied"):
+        model(**padded(0))
+    assert graphs() >= 1
+
+
 def test_a_controller_is_detached_and_the_layers_are_compiled_as_before(graphs):
     model = llama()
     layers = nalora.fuse(model, compile_layers=True)
