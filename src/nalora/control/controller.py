@@ -113,8 +113,9 @@ class NALoRAController:
         if kernels == "fused":
             from nalora.control.fused_ffn import fuse  # Triton may not be installed
 
-            compiled = self._fused_before is not None and self._fused_before.compiles_layers
-            self._undo += fuse(self.model, self.plan, self._observers, compiled=compiled)
+            before = self._fused_before
+            options = {} if before is None else {"compiled": before.compiles_layers, "graphed": before.graphs_layers}
+            self._undo += fuse(self.model, self.plan, self._observers, **options)
         elif self._fused_before is not None:
             self._undo += fuse_adapters(self.model)
 

@@ -20,17 +20,19 @@ from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weigh
 from nalora.kernels.fused.collectors import key_of
 from nalora.kernels.fused.compiled_layers import compile_layers
 from nalora.kernels.fused.gated import GateSpec
+from nalora.kernels.fused.graphed_layers import graph_layers
+from nalora.kernels.fused.layer_recording import PassState, Watched
 from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
-from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
+from nalora.kernels.fused.replaced_forward import replace_forward
 from nalora.kernels.statistics.engines import triton_runs_on
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
 
 
 def fuse(
-    model: nn.Module, plan: Plan, observers: Sequence[object], *, compiled: bool = False
+    model: nn.Module, plan: Plan, observers: Sequence[object], *, compiled: bool = False, graphed: bool = False
 ) -> list[Callable[[], None]]:
     """Fuse every FFN of a plan and every other LoRA linear layer where possible; the functions returned undo it.
 
@@ -39,11 +41,12 @@ def fuse(
         plan: of the model.
         observers: one for each block of the plan.
         compiled: whether torch.compile also compiles the decoder layers.
+        graphed: whether the decoder layers are replayed from CUDA graphs.
 
     Raises:
-        NALoRAError: `compiled`, and a gate that could not be observed inside a compiled layer.
+        NALoRAError: `compiled` or `graphed`, and a gate that could not be observed inside such a layer.
     """
-    if compiled:
+    if compiled or graphed:
         refuse_unless_observable(model, plan)
     factors = StepFactors()
     undo: list[Callable[[], None]] = []
@@ -55,6 +58,8 @@ def fuse(
             undo.append(restore)
             fused |= {projection.module for projection in planned.block.projections.values()}
     undo += fuse_adapters(model, factors, frozenset(fused), linears_op.compute if compiled else None)
+    if graphed:
+        return graph_layers(model, factors) + undo
     return compile_layers(model) + undo if compiled else undo
 
 
@@ -77,7 +82,7 @@ def fuse_ffn(
     return replace_forward(block.host, ffn)
 
 
-class _FusedFFN(Replacement):
+class _FusedFFN(Watched):
     """Computes one FFN, where its adapters allow it."""
 
     def __init__(
@@ -110,8 +115,23 @@ class _FusedFFN(Replacement):
             return ffn_op.compute(x, *self.inner, *self.outer, self.spec, self.key if host.training else None)
         mask = sums = None
         if self.observer is not None and host.training:
-            sums, mask = self.observer.begin_pass(x.shape[:-1], x.device)
+            if self.fixed is None:
+                self.seen = self.begin_pass(x)
+            sums, mask = self.fixed or self.seen
         dtype = compute_dtype(x)
         step_factors = self.factors.get(self.inner, inside, dtype), self.factors.get(self.outer, outside, dtype)
         weights = Weights(*self.frozen, *inside.scalings, *outside.scalings, *step_factors)
         return LoRAFFN.apply(x, weights, self.spec, sums, as_bytes(mask), a_gate, b_gate, a_up, b_up, a_down, b_down)
+
+    def is_observed(self) -> bool:
+        """Return whether statistics of the gate are collected."""
+        return self.observer is not None
+
+    def begin_pass(self, x: Tensor) -> PassState:
+        """Decide whether a pass with this input counts."""
+        assert self.observer is not None
+        return self.observer.begin_pass(x.shape[:-1], x.device)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the statistics are."""
+        return tuple(tensor.data_ptr() for tensor in self.observer.window.sums) if self.observer else ()

@@ -18,6 +18,7 @@ from nalora.errors import NALoRAError, require
 from nalora.kernels.fused import linears_op
 from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import compile_layers, decoder_layers, refuse_unless_compilable
+from nalora.kernels.fused.graphed_layers import graph_layers, refuse_unless_graphable
 from nalora.kernels.fused.linears import fuse_adapters
 from nalora.kernels.statistics.engines import has_triton
 
@@ -25,7 +26,14 @@ Base = Literal["keep", "fp8"]
 _ATTRIBUTE = "nalora_layers"
 
 
-def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False, compile_layers: bool = False) -> FusedModel:
+def fuse(
+    model: nn.Module,
+    *,
+    base: Base = "keep",
+    keep_base: bool = False,
+    cuda_graphs: bool = False,
+    compile_layers: bool = False,
+) -> FusedModel:
     """Compute the LoRA layers of a model by fused functions from now on: less time and memory, the same results.
 
     A gated FFN with its three adapters is one function on a GPU, and linear layers that share an input are one.
@@ -39,12 +47,14 @@ def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False, comp
             changes the model's outputs slightly; output layers are left as they are. The adapter that is trained is
             meant for the model in its own precision.
         keep_base: whether FP8's original weights are kept on the host, so that `undo` can put them back.
+        cuda_graphs: whether training passes through decoder layers are replayed from CUDA graphs, one for each shape
+            of a batch from its second pass on: Python's launches, which dominate small batches and FP8, take no time.
         compile_layers: whether torch.compile also compiles whole decoder layers, with the fused functions inside. The
             first steps take longer, and so does the first step of every other shape.
 
     Raises:
         NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8 or whose
-            layers cannot be compiled.
+            layers cannot be replayed or compiled.
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     is_model = isinstance(model, nn.Module) and any(isinstance(module, LoraLayer) for module in model.modules())
@@ -59,7 +69,10 @@ def fuse(model: nn.Module, *, base: Base = "keep", keep_base: bool = False, comp
     if any(is_observed(module) for module in model.modules()):
         found, fix = "a model with NA-LoRA attached", "call fuse(model) before attach"
         raise NALoRAError("fuse(model)", found=found, expected="a model without a controller", fix=fix)
-    return FusedModel(model, base=base, keep_base=keep_base, compile_layers=compile_layers)
+    if cuda_graphs and compile_layers:
+        found, fix = "cuda_graphs and compile_layers", "leave one of the two out; cuda_graphs is the faster one"
+        raise NALoRAError("fuse(model)", found=found, expected="one way to launch layers", fix=fix)
+    return FusedModel(model, base=base, keep_base=keep_base, cuda_graphs=cuda_graphs, compile_layers=compile_layers)
 
 
 def fused_layers(model: nn.Module) -> FusedModel | None:
@@ -72,11 +85,19 @@ class FusedModel:
     """The fused layers of one model; created by `fuse`."""
 
     def __init__(
-        self, model: nn.Module, *, base: Base = "keep", keep_base: bool = False, compile_layers: bool = False
+        self,
+        model: nn.Module,
+        *,
+        base: Base = "keep",
+        keep_base: bool = False,
+        cuda_graphs: bool = False,
+        compile_layers: bool = False,
     ) -> None:
-        self.model, self.compiles_layers = model, compile_layers
+        self.model, self.graphs_layers, self.compiles_layers = model, cuda_graphs, compile_layers
         if compile_layers:
             refuse_unless_compilable(model)
+        if cuda_graphs:
+            refuse_unless_graphable(model)
         self._blocks = _fusable_blocks(model)
         self._base = None
         if base == "fp8":
@@ -104,6 +125,8 @@ class FusedModel:
         self._undo += fuse_adapters(self.model, factors, in_graph=in_graph)
         if self.compiles_layers:
             self._undo += compile_layers(self.model)
+        if self.graphs_layers:
+            self._undo += graph_layers(self.model, factors)
 
     def remove(self) -> None:
         """Restore PEFT's forwards; a base in FP8 stays."""
@@ -162,12 +185,13 @@ class FusedModel:
 
     def refuse_kernels(self, kernels: str) -> None:
         """Raise NALoRAError if layers are compiled, but statistics are not collected by fused functions inside them."""
-        if self.compiles_layers and kernels != "fused":
+        if (self.compiles_layers or self.graphs_layers) and kernels != "fused":
+            option = "compile_layers" if self.compiles_layers else "cuda_graphs"
             raise NALoRAError(
                 "attach(model)",
-                found=f"compiled layers and kernels={kernels!r}",
+                found=f"fuse({option}=True) and kernels={kernels!r}",
                 expected="kernels='fused', and Triton on the model's device",
-                fix="leave kernels out, or call undo(), then fuse(model) without compile_layers",
+                fix=f"leave kernels out, or call undo(), then fuse(model) without {option}",
             )
 
     def _refuse_controller(self, where: str) -> None:
@@ -186,6 +210,9 @@ class FusedModel:
         ]
         if self.compiles_layers:
             lines.append(f"  compiled: {len(decoder_layers(self.model))} decoder layers, when they are first used")
+        if self.graphs_layers:
+            count = len(decoder_layers(self.model))
+            lines.append(f"  CUDA graphs: {count} decoder layers, from the second training pass of a shape on")
         if self._base is not None:
             count, base = len(self._base.converted), self._base
             memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"

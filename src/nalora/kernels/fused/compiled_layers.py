@@ -76,10 +76,15 @@ def compile_layers(model: nn.Module) -> list[Callable[[], None]]:
         if kind not in compiled:
             compiled[kind] = _compiled(_own_forward(kind))
         undo.append(replace_forward(layer, _CompiledLayer(name, compiled[kind], _checkpoints_in_forward(kind))))
+    return undo + without_cache(model)
+
+
+def without_cache(model: nn.Module) -> list[Callable[[], None]]:
+    """Let training passes run without a key-value cache; return functions that undo it."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "use_cache" in inspect.signature(inner.forward).parameters:
-        undo.append(model.register_forward_pre_hook(_WithoutCache(), with_kwargs=True).remove)
-    return undo
+    if "use_cache" not in inspect.signature(inner.forward).parameters:
+        return []
+    return [model.register_forward_pre_hook(_WithoutCache(), with_kwargs=True).remove]
 
 
 class _WithoutCache:

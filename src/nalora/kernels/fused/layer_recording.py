@@ -1,0 +1,165 @@
+"""The forward and the backward graph of one decoder layer, and the memory that both read and write."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nalora.kernels.fused.layer_calls import Call
+from nalora.kernels.fused.replaced_forward import Replacement
+from nalora.kernels.statistics import Sums
+
+# The sums that a pass adds to, None if it does not count, and the mask of its tokens.
+PassState = tuple[Sums | None, Tensor | None]
+
+
+class Recorder(Protocol):
+    """Captures functions, in an order in which they are replayed again."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return the context of all captures of a shape."""
+
+    def record(self, function: Callable[[], Sequence[Tensor | None]]) -> Callable[[], None]:
+        """Capture a function; return what computes its results again, into the tensors of the first call."""
+
+
+class Watched(Replacement):
+    """A part of a layer that decides on the host, before each pass, which tensors its kernels read and add to.
+
+    Attributes:
+        fixed: what to use in place of a decision, while a layer is captured.
+        seen: the state of the last pass that decided by itself.
+    """
+
+    fixed: PassState | None = None
+    seen: PassState = (None, None)
+
+    @abstractmethod
+    def is_observed(self) -> bool:
+        """Return whether there is anything to decide."""
+
+    @abstractmethod
+    def begin_pass(self, x: Tensor) -> PassState:
+        """Decide for a pass with this input."""
+
+    @abstractmethod
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the tensors are that a graph adds to."""
+
+
+class Buffer:
+    """A static copy of an argument, which several layers share."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.tensor = source.detach().clone(memory_format=torch.contiguous_format)
+        self.source, self.version = weakref.ref(source), source._version
+
+    def fill(self, source: Tensor) -> None:
+        """Copy the source, unless the last layer did so."""
+        if self.source() is not source or self.version != source._version:
+            self.tensor.copy_(source)
+            self.source, self.version = weakref.ref(source), source._version
+
+
+class LayerGraphs:
+    """One layer's graphs for one kind of call.
+
+    Attributes:
+        output: of the last replay.
+        watched_kinds: which of the sums and masks were there when it was captured.
+    """
+
+    output: Tensor
+
+    def __init__(
+        self, index: int, call: Call, kind: tuple[Any, ...], parameters: Sequence[nn.Parameter], watched: list[Watched]
+    ) -> None:
+        self.index, self.call, self.kind, self.watched = index, call, kind, watched
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.masks = [None if part.seen[1] is None else Buffer(part.seen[1]) for part in watched]
+        self.watched_kinds = [kind_of(part.seen) for part in watched]
+
+    def allocate(self, before: Tensor | None, shared: dict[int, Buffer], *, requires_grad: bool) -> None:
+        """Prepare the inputs: the output of the layer before, which is then not copied, and buffers for the others."""
+        hidden, *others = self.call.tensors()
+        follows = before is not None and before.shape == hidden.shape and before.dtype == hidden.dtype
+        self.hidden = before.detach() if before is not None and follows else torch.empty_like(hidden).contiguous()
+        self.hidden.requires_grad_(requires_grad)
+        self.others = [shared.setdefault(id(tensor), Buffer(tensor)) for tensor in others]
+        self.call = self.call.with_tensors([self.hidden, *(buffer.tensor for buffer in self.others)])
+
+    def capture_forward(self, recorder: Recorder, compute: Callable[[Call], Tensor]) -> None:
+        """Capture the forward pass, which also adds to the statistics."""
+
+        def forward() -> list[Tensor]:
+            with torch.enable_grad():
+                self._differentiable = compute(self.call)
+            return [self._differentiable]
+
+        for part, mask in zip(self.watched, self.masks, strict=True):
+            part.fixed = part.seen[0], None if mask is None else mask.tensor
+        try:
+            self.replay_forward = recorder.record(forward)
+        finally:
+            for part in self.watched:
+                part.fixed = None
+        self.output = self._differentiable.detach()
+
+    def capture_backward(self, recorder: Recorder, gradient: Tensor | None) -> Tensor | None:
+        """Capture the backward pass for the output's gradient, which the next layer computes; return the input's."""
+        follows = gradient is not None and gradient.shape == self.output.shape and gradient.dtype == self.output.dtype
+        self.gradient = gradient if gradient is not None and follows else torch.empty_like(self.output)
+        wanted = [*([self.hidden] if self.hidden.requires_grad else []), *self.trained]
+
+        def backward() -> tuple[Tensor | None, ...]:
+            # As a training loop does it: passes backward are outside of autocast.
+            with torch.autocast(self.output.device.type, enabled=False):
+                return torch.autograd.grad(self._differentiable, wanted, self.gradient, allow_unused=True)
+
+        results: list[Tensor | None] = []
+
+        def kept() -> tuple[Tensor | None, ...]:
+            gradients = backward()
+            if not results:
+                results.extend(gradients)
+            return gradients
+
+        self._replay_backward = recorder.record(kept)
+        self.dx = results.pop(0) if self.hidden.requires_grad else None
+        self.gradients = results
+        return self.dx
+
+    def fill(self, tensors: Sequence[Tensor], states: Sequence[PassState]) -> None:
+        """Copy the arguments of a pass, where they are not in place."""
+        hidden, *others = tensors
+        if hidden.data_ptr() != self.hidden.data_ptr() or hidden.stride() != self.hidden.stride():
+            self.hidden.detach().copy_(hidden)
+        for buffer, tensor in zip(self.others, others, strict=True):
+            buffer.fill(tensor)
+        for buffer, (_, mask) in zip(self.masks, states, strict=True):
+            if buffer is not None and mask is not None:
+                buffer.fill(mask)
+
+    def replay_backward(self, gradient: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Compute the gradients of the input and of the trained parameters."""
+        if gradient.data_ptr() != self.gradient.data_ptr() or gradient.stride() != self.gradient.stride():
+            self.gradient.copy_(gradient)
+        for parameter, computed in zip(self.trained, self.gradients, strict=True):
+            # Gradients that are accumulated over several passes may be the memory that is written now.
+            if parameter.grad is not None and computed is not None and parameter.grad.data_ptr() == computed.data_ptr():
+                parameter.grad = parameter.grad.clone()
+        self._replay_backward()
+        dx = None if self.dx is None else self.dx.detach()
+        return dx, [None if computed is None else computed.detach() for computed in self.gradients]
+
+
+def kind_of(state: PassState) -> tuple[bool, tuple[int, ...] | None]:
+    """Return what a graph depends on: whether the pass counts, and the form of its mask."""
+    sums, mask = state
+    return sums is not None, None if mask is None else tuple(mask.shape)
