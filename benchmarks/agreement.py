@@ -90,8 +90,11 @@ def compare(ours: Gradients, reference: Gradients) -> Agreement:
     return Agreement(loss_difference, math.sqrt(difference / norm), cosines[worst], worst)
 
 
-def check(training: Training, enter: Callable, reference: Gradients | None) -> tuple[Gradients, Agreement]:
-    """Enter a variant, and compare its gradients with the reference, or with themselves where there is none."""
+def check(
+    training: Training, enter: Callable, reference: Gradients | None, passes: int = 1
+) -> tuple[Gradients, Agreement]:
+    """Enter a variant, and compare the gradients of its last pass with the reference; with themselves without one."""
     with enter():
-        ours = gradients(training)
+        for _ in range(passes):
+            ours = gradients(training)
     return ours, compare(ours, reference or ours)

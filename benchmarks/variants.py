@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Described(NamedTuple):
             compiled code of the other.
         fp8: whether the frozen weights are FP8.
         same_gradients: whether gradients must agree with PEFT's; False where a method changes them in the backward.
+        graphed: whether layers are replayed from CUDA graphs, from the second pass on.
     """
 
     enter: Variant
@@ -35,6 +37,7 @@ class Described(NamedTuple):
     compiled: bool = False
     fp8: bool = False
     same_gradients: bool = True
+    graphed: bool = False
 
 
 def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Described]:
@@ -76,6 +79,12 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
         "NA-LoRA, fused LoRA layers, PyTorch's loss": Described(torch_loss(fused), ("linear_cross_entropy",)),
         "nalora.fuse": Described(fuse(training)),
         "nalora.fuse + Liger": Described(liger(fuse(training)), ("liger",)),
+        "nalora.fuse + Liger, CUDA graphs": Described(
+            liger(fuse(training, cuda_graphs=True)), ("cuda_graphs", "liger"), graphed=True
+        ),
+        "NA-LoRA, everything on, CUDA graphs": Described(
+            liger(fuse(training, statistics, cuda_graphs=True)), ("cuda_graphs", "liger"), graphed=True
+        ),
         "nalora.fuse, compiled layers": Described(fuse(training, compile_layers=True), compiled=True),
         "nalora.fuse + Liger's loss, compiled layers": Described(
             training.within(lambda: liger_loss(model), fuse(training, compile_layers=True)), ("liger",), compiled=True,
@@ -95,23 +104,30 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
         return training.within(lambda: patches.liger(model, ffn=False), variant)
 
     statistics = training.ours(kernels="fused")
-    compiled = training.within(lambda: compiled_fp8(model))
+    compiled = training.within(lambda: fp8_with(model, "compiles_layers"))
+
+    def graphed(variant) -> Described:
+        within = liger(training.within(lambda: fp8_with(model, "graphs_layers"), variant))
+        return Described(within, ("cuda_graphs", "liger"), fp8=True, graphed=True)
+
     return {
         "nalora.fuse, FP8 base": Described(training.plain, fp8=True),
         "nalora.fuse + Liger, FP8 base": Described(liger(training.plain), ("liger",), fp8=True),
         "NA-LoRA, fused LoRA layers, FP8 base": Described(statistics, fp8=True),
         "NA-LoRA, everything on, FP8 base": Described(liger(statistics), ("liger",), fp8=True),
+        "nalora.fuse + Liger, FP8 base, CUDA graphs": graphed(training.plain),
+        "NA-LoRA, everything on, FP8 base, CUDA graphs": graphed(statistics),
         "nalora.fuse, compiled layers, FP8 base": Described(compiled, compiled=True, fp8=True),
         "nalora.fuse + Liger's loss, compiled layers, FP8 base": Described(
             training.within(lambda: liger_loss(model), compiled), ("liger",), compiled=True, fp8=True
         ),
         "NA-LoRA + Liger's loss, compiled layers, FP8 base": Described(
-            training.within(lambda: liger_loss(model), training.within(lambda: compiled_fp8(model), statistics)),
-            ("liger",),
-            compiled=True,
-            fp8=True,
+            training.within(
+                lambda: liger_loss(model), training.within(lambda: fp8_with(model, "compiles_layers"), statistics)
+            ),
+            ("liger",), compiled=True, fp8=True,
         ),
-    }
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -125,18 +141,18 @@ def liger_loss(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_fp8(model: Any) -> Iterator[None]:
-    """Compile the decoder layers of a model that is fused with an FP8 base, whose originals are not kept."""
+def fp8_with(model: Any, option: str) -> Iterator[None]:
+    """Fuse a model with an FP8 base, whose originals are not kept, anew with an option."""
     layers = fused_layers(model)
-    with compilation():
+    with compilation() if option == "compiles_layers" else graphs():
         layers.remove()
-        layers.compiles_layers = True
+        setattr(layers, option, True)
         layers.install()
         try:
             yield
         finally:
             layers.remove()
-            layers.compiles_layers = False
+            setattr(layers, option, False)
             layers.install()
 
 
@@ -150,13 +166,25 @@ def compilation() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def fuse(training: Training, variant: Variant | None = None, *, compile_layers: bool = False) -> Variant:
+@contextlib.contextmanager
+def graphs() -> Iterator[None]:
+    """Free the memory of CUDA graphs for the next variant."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def fuse(
+    training: Training, variant: Variant | None = None, *, compile_layers: bool = False, cuda_graphs: bool = False
+) -> Variant:
     """Return a variant (default: plain) with fused layers."""
 
     @contextlib.contextmanager
     def fused() -> Iterator[Callable[[], None]]:
-        with compilation() if compile_layers else contextlib.nullcontext():
-            layers = nalora.fuse(training.model, compile_layers=compile_layers)
+        with compilation() if compile_layers else graphs() if cuda_graphs else contextlib.nullcontext():
+            layers = nalora.fuse(training.model, compile_layers=compile_layers, cuda_graphs=cuda_graphs)
             try:
                 with (variant or training.plain)() as step:
                     yield step
