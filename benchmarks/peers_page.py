@@ -40,9 +40,10 @@ INTRODUCTION = """
 # Training step next to other projects
 
 One model, one optimizer and one batch serve all variants of a run; each variant restores what it replaced. Before a
-variant is timed, its loss and gradients are compared with PEFT's on the same weights: "gradients" is the relative
-difference of all adapter gradients together, "cosine" that of the worst layer. Unsloth and Axolotl are their own
-kernels on this model, with PyTorch's gradient checkpointing where it is used. Ratios are within one run."""
+variant is timed, its loss and gradients are compared with PEFT's on two layers of the same shapes: "gradients" is the
+relative difference of all adapter gradients together, "cosine" that of the worst layer. Unsloth and Axolotl are their
+own kernels on this model, with PyTorch's gradient checkpointing where it is used. Ratios are within one run. The memory
+of CUDA graphs is counted whole, with what no tensor holds between two replays."""
 
 
 def kind(setting: str) -> str | None:

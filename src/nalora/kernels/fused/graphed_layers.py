@@ -28,7 +28,7 @@ from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import decoder_layers, without_cache
 from nalora.kernels.fused.cuda_recorder import CudaRecorder
 from nalora.kernels.fused.layer_calls import Call
-from nalora.kernels.fused.layer_recording import Buffer, LayerGraphs, Recorder, Watched, kind_of
+from nalora.kernels.fused.layer_recording import Buffer, LayerGraphs, Recorder, Watched, kind_of, places_of
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
 
 # Each captured shape takes a second or two to capture, and memory for its inputs.
@@ -72,7 +72,7 @@ class GraphedLayers:
     ) -> None:
         self.names, self.layers = [*layers], [*layers.values()]
         self.factors, self.make_recorder = factors, make_recorder
-        self.parameters = [[*layer.parameters()] for layer in self.layers]
+        self.places = [places_of(layer) for layer in self.layers]
         self.watched = [_watched(layer) for layer in self.layers]
         self.adapted = [module for layer in self.layers for module in layer.modules() if isinstance(module, LoraLayer)]
         self.replacements = [_GraphedLayer(self, index) for index in range(len(self.layers))]
@@ -119,9 +119,10 @@ class GraphedLayers:
         waiting = self.last_token() if self.last_token is not None else None
         if kind is None or (waiting is not None and waiting.waiting):
             return
-        if (state := self._current_state()) != self.state:
+        if self._current_state() != self.state:
             self._forget()
-            self.state = state
+            self.places = [places_of(layer) for layer in self.layers]
+            self.state = self._current_state()
         record = self.records.get(kind)
         if kind not in self.graphs and record is not None and record.had_backward and not record.problem:
             self._capture(kind, record)
@@ -134,7 +135,8 @@ class GraphedLayers:
 
     def _current_state(self) -> tuple[Any, ...]:
         """Return what graphs depend on besides their arguments: where parameters are, and which adapters are active."""
-        state: list[Any] = [(p.data_ptr(), p.requires_grad) for parameters in self.parameters for p in parameters]
+        parameters = (module._parameters[name] for places in self.places for module, name, _ in places)
+        state: list[Any] = [None if p is None else (id(p), p.data_ptr(), p.requires_grad) for p in parameters]
         state += [part.addresses() for parts in self.watched for part in parts]
         state += [(layer.disable_adapters, *layer.merged_adapters, *layer.active_adapters) for layer in self.adapted]
         return tuple(state)
@@ -175,7 +177,7 @@ class GraphedLayers:
         with self.recorder.recording():
             for index, call in enumerate(record.calls):
                 before = graphs[-1].output if graphs else None
-                layer = LayerGraphs(index, call, record.kinds[index], self.parameters[index], self.watched[index])
+                layer = LayerGraphs(index, call, record.kinds[index], self.places[index], self.watched[index])
                 layer.allocate(before, shared, requires_grad=record.requires_grad[index])
                 layer.capture_forward(self.recorder, lambda fixed, index=index: self.eager(index, fixed))
                 graphs.append(layer)

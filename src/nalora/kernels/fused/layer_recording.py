@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,36 @@ class Watched(Replacement):
         """Return where the tensors are that a graph adds to."""
 
 
+class Place(NamedTuple):
+    """A parameter, and the module that has it under a name."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+def places_of(layer: nn.Module) -> list[Place]:
+    """Return the places of all parameters inside a layer."""
+    return [
+        Place(module, name, parameter)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+@contextlib.contextmanager
+def _replaced(places: Sequence[Place], leaves: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Let modules compute with other parameters."""
+    for place in places:
+        place.module._parameters[place.name] = leaves[place.parameter]
+    try:
+        yield
+    finally:
+        for place in places:
+            place.module._parameters[place.name] = place.parameter
+
+
 class Buffer:
     """A static copy of an argument, which several layers share."""
 
@@ -78,10 +109,11 @@ class LayerGraphs:
     output: Tensor
 
     def __init__(
-        self, index: int, call: Call, kind: tuple[Any, ...], parameters: Sequence[nn.Parameter], watched: list[Watched]
+        self, index: int, call: Call, kind: tuple[Any, ...], parameters: Sequence[Place], watched: list[Watched]
     ) -> None:
         self.index, self.call, self.kind, self.watched = index, call, kind, watched
-        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.places = [place for place in parameters if place.parameter.requires_grad]
+        self.trained = [*dict.fromkeys(place.parameter for place in self.places)]
         self.masks = [None if part.seen[1] is None else Buffer(part.seen[1]) for part in watched]
         self.watched_kinds = [kind_of(part.seen) for part in watched]
 
@@ -97,8 +129,12 @@ class LayerGraphs:
     def capture_forward(self, recorder: Recorder, compute: Callable[[Call], Tensor]) -> None:
         """Capture the forward pass, which also adds to the statistics."""
 
+        # Autograd synchronises a captured backward pass with the stream on which it first used a parameter, which ends
+        # the capture. Other leaves with the same memory were never used before.
+        self._leaves = {parameter: nn.Parameter(parameter.detach()) for parameter in self.trained}
+
         def forward() -> list[Tensor]:
-            with torch.enable_grad():
+            with torch.enable_grad(), _replaced(self.places, self._leaves):
                 self._differentiable = compute(self.call)
             return [self._differentiable]
 
@@ -115,7 +151,7 @@ class LayerGraphs:
         """Capture the backward pass for the output's gradient, which the next layer computes; return the input's."""
         follows = gradient is not None and gradient.shape == self.output.shape and gradient.dtype == self.output.dtype
         self.gradient = gradient if gradient is not None and follows else torch.empty_like(self.output)
-        wanted = [*([self.hidden] if self.hidden.requires_grad else []), *self.trained]
+        wanted = [*([self.hidden] if self.hidden.requires_grad else []), *self._leaves.values()]
 
         def backward() -> tuple[Tensor | None, ...]:
             # As a training loop does it: passes backward are outside of autocast.
