@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama as llama
 
@@ -47,6 +48,14 @@ def liger(model: torch.nn.Module, *, loss: bool = True, ffn: bool = True) -> Ite
             model=causal, fused_linear_cross_entropy=loss, cross_entropy=False,
             swiglu=ffn and not interpreted, rms_norm=not interpreted,
         )  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """Prefer cuDNN's attention to the flash attention that PyTorch chooses by default."""
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends, set_priority=True):
         yield
 
 

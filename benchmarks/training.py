@@ -52,6 +52,13 @@ class Training:
     def step(self) -> None:
         self.losses.append(self.train_on(self.batch))
 
+    def kept_bytes(self) -> int:
+        """Return the bytes of model and optimizer, which exist while other trainings run."""
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *state]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
     @contextlib.contextmanager
     def plain(self) -> Iterator[Callable[[], None]]:
         yield self.step

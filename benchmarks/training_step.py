@@ -129,10 +129,11 @@ class Comparison:
         training = self.fp8 if fp8 else self.plain
         assert training is not None
         training.step()
+        training.losses.clear()
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-            self.kept[fp8] = torch.cuda.memory_allocated() / 2**30 - self.kept[not fp8]
+        self.kept[fp8] = training.kept_bytes() / 2**30
 
     def measure(self, names: list[str], rounds: int, steps: int, limit: harness.TimeLimit) -> dict[str, dict[str, Any]]:
         """Time some variants in turn; peaks are without what the other training keeps."""
@@ -232,7 +233,8 @@ def run(args: argparse.Namespace) -> None:
         if comparison.variants[name].compiled and name not in untimed and not limit.reached():
             # In one go, since leaving the context discards the compiled code.
             append(comparison.measure([name], 1, args.rounds * args.steps, limit))
-    if not args.checkpointing and not args.only and args.device == "cuda" and not limit.reached():
+    floor = not args.only or matrix_products.NAME in args.only
+    if not args.checkpointing and floor and args.device == "cuda" and not limit.reached():
         shape = SHAPES[args.shape]._replace(**({"layers": args.layers} if args.layers else {}))
         del comparison
         gc.collect()

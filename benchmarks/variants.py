@@ -15,6 +15,7 @@ from training import Training
 
 import nalora
 from nalora.control.fused_model import fused_layers
+from nalora.training.accelerations import larger_loss_chunks
 
 BASELINE = "PEFT LoRA"
 
@@ -46,6 +47,9 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
 
     def liger(variant=None, ffn: bool = False) -> Variant:
         return training.within(lambda: patches.liger(model, ffn=ffn), variant)
+
+    def larger(variant) -> Variant:
+        return liger(training.within(larger_loss_chunks, variant))
 
     def lora_kernels(name: str, variant=None) -> Variant:
         return training.within(lambda: peers.lora_kernels(model, getattr(kernels, name)), variant)
@@ -79,11 +83,14 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
         "NA-LoRA, fused LoRA layers, PyTorch's loss": Described(torch_loss(fused), ("linear_cross_entropy",)),
         "nalora.fuse": Described(fuse(training)),
         "nalora.fuse + Liger": Described(liger(fuse(training)), ("liger",)),
-        "nalora.fuse + Liger, CUDA graphs": Described(
-            liger(fuse(training, cuda_graphs=True)), ("cuda_graphs", "liger"), graphed=True
+        "Unsloth, cuDNN attention": Described(with_cudnn(training, unsloth()), ("unsloth",)),
+        "NA-LoRA, everything on, cuDNN attention": Described(with_cudnn(training, larger(fused)), ("liger",)),
+        "nalora.fuse + Liger, cuDNN attention, CUDA graphs": Described(
+            with_cudnn(training, larger(fuse(training, cuda_graphs=True))), ("cuda_graphs", "liger"), graphed=True
         ),
-        "NA-LoRA, everything on, CUDA graphs": Described(
-            liger(fuse(training, statistics, cuda_graphs=True)), ("cuda_graphs", "liger"), graphed=True
+        "NA-LoRA, everything on, cuDNN attention, CUDA graphs": Described(
+            with_cudnn(training, larger(fuse(training, statistics, cuda_graphs=True))),
+            ("cuda_graphs", "liger"), graphed=True,
         ),
         "nalora.fuse, compiled layers": Described(fuse(training, compile_layers=True), compiled=True),
         "nalora.fuse + Liger's loss, compiled layers": Described(
@@ -107,7 +114,8 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
     compiled = training.within(lambda: fp8_with(model, "compiles_layers"))
 
     def graphed(variant) -> Described:
-        within = liger(training.within(lambda: fp8_with(model, "graphs_layers"), variant))
+        graphs = training.within(lambda: fp8_with(model, "graphs_layers"), variant)
+        within = with_cudnn(training, liger(training.within(larger_loss_chunks, graphs)))
         return Described(within, ("cuda_graphs", "liger"), fp8=True, graphed=True)
 
     return {
@@ -115,8 +123,8 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
         "nalora.fuse + Liger, FP8 base": Described(liger(training.plain), ("liger",), fp8=True),
         "NA-LoRA, fused LoRA layers, FP8 base": Described(statistics, fp8=True),
         "NA-LoRA, everything on, FP8 base": Described(liger(statistics), ("liger",), fp8=True),
-        "nalora.fuse + Liger, FP8 base, CUDA graphs": graphed(training.plain),
-        "NA-LoRA, everything on, FP8 base, CUDA graphs": graphed(statistics),
+        "nalora.fuse + Liger, FP8 base, cuDNN attention, CUDA graphs": graphed(training.plain),
+        "NA-LoRA, everything on, FP8 base, cuDNN attention, CUDA graphs": graphed(statistics),
         "nalora.fuse, compiled layers, FP8 base": Described(compiled, compiled=True, fp8=True),
         "nalora.fuse + Liger's loss, compiled layers, FP8 base": Described(
             training.within(lambda: liger_loss(model), compiled), ("liger",), compiled=True, fp8=True
@@ -128,6 +136,11 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
             ("liger",), compiled=True, fp8=True,
         ),
     }  # fmt: skip
+
+
+def with_cudnn(training: Training, variant: Variant) -> Variant:
+    """Return a variant whose attention is cuDNN's."""
+    return training.within(patches.cudnn_attention, variant)
 
 
 @contextlib.contextmanager

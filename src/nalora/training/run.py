@@ -26,7 +26,7 @@ from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
 from nalora.runs.targets import with_near_names
 from nalora.runs.values import refuse_missing_loggers
-from nalora.training.accelerations import liger_contained
+from nalora.training.accelerations import larger_loss_chunks, liger_contained
 from nalora.training.batches import few_passes, make_start
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.checkpointing import CheckpointSchedule
@@ -82,7 +82,10 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             inputs = prepare(task, loaded, settings, report)
         for line in (*inputs.notices(settings.max_length), *few_passes(settings, len(inputs.dataset))):
             console.print(line, highlight=False)
-        with liger_contained(loaded.model) if settings.liger else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if settings.liger:
+                stack.enter_context(liger_contained(loaded.model))
+                stack.enter_context(larger_loss_chunks())
             with without_cache(inputs.model):
                 model, result, diverged_step = _train_steps(run, loaded, inputs, folder, claim, console)
             _save(run, loaded, model, folder, result, diverged_step)

@@ -86,6 +86,7 @@ class GraphedLayers:
     def _forget(self) -> None:
         self.graphs: dict[tuple[Any, ...], list[LayerGraphs]] = {}
         self.records: dict[tuple[Any, ...], _Record] = {}
+        self.gradients: dict[nn.Parameter, Tensor] = {}
         self.state: tuple[Any, ...] = ()
         self.recorder: Recorder | None = None
         self.replayed: list[LayerGraphs] | None = None
@@ -181,9 +182,9 @@ class GraphedLayers:
                 layer.allocate(before, shared, requires_grad=record.requires_grad[index])
                 layer.capture_forward(self.recorder, lambda fixed, index=index: self.eager(index, fixed))
                 graphs.append(layer)
-            gradient = None
+            gradient, graphs[-1].is_last = None, True
             for layer in reversed(graphs):
-                gradient = layer.capture_backward(self.recorder, gradient)
+                gradient = layer.capture_backward(self.recorder, gradient, self.gradients)
         record.calls.clear()
         self.graphs[kind] = graphs
 
@@ -233,7 +234,8 @@ class _Replay(torch.autograd.Function):
         layer.replay_forward()
         token.waiting.add(layer.index)
         ctx.layer, ctx.token = layer, token
-        return layer.output.detach()
+        # Somebody may keep the output of the last layer.
+        return layer.output.clone() if layer.is_last else layer.output.detach()
 
     @staticmethod
     @once_differentiable

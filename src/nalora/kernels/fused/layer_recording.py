@@ -107,6 +107,7 @@ class LayerGraphs:
     """
 
     output: Tensor
+    is_last = False
 
     def __init__(
         self, index: int, call: Call, kind: tuple[Any, ...], parameters: Sequence[Place], watched: list[Watched]
@@ -147,28 +148,34 @@ class LayerGraphs:
                 part.fixed = None
         self.output = self._differentiable.detach()
 
-    def capture_backward(self, recorder: Recorder, gradient: Tensor | None) -> Tensor | None:
-        """Capture the backward pass for the output's gradient, which the next layer computes; return the input's."""
+    def capture_backward(
+        self, recorder: Recorder, gradient: Tensor | None, buffers: dict[nn.Parameter, Tensor]
+    ) -> Tensor | None:
+        """Capture the backward pass for the output's gradient, which the next layer computes; return the input's.
+
+        Gradients of parameters are written into buffers, which all shapes of batches share: they outlive the pass, and
+        the graphs' own memory is written by the next one.
+        """
         follows = gradient is not None and gradient.shape == self.output.shape and gradient.dtype == self.output.dtype
         self.gradient = gradient if gradient is not None and follows else torch.empty_like(self.output)
         wanted = [*([self.hidden] if self.hidden.requires_grad else []), *self._leaves.values()]
+        buffers.update((each, torch.empty_like(each)) for each in self.trained if each not in buffers)
+        self.gradients = [buffers[each] for each in self.trained]
+        self.dx: Tensor | None = None
 
-        def backward() -> tuple[Tensor | None, ...]:
+        def backward() -> list[Tensor | None]:
             # As a training loop does it: passes backward are outside of autocast.
             with torch.autocast(self.output.device.type, enabled=False):
-                return torch.autograd.grad(self._differentiable, wanted, self.gradient, allow_unused=True)
+                computed = torch.autograd.grad(self._differentiable, wanted, self.gradient, allow_unused=True)
+            dx, gradients = (computed[0], computed[1:]) if self.hidden.requires_grad else (None, computed)
+            self.unused = [gradient is None for gradient in gradients]
+            pairs = [(buffer, g) for buffer, g in zip(self.gradients, gradients, strict=True) if g is not None]
+            with torch.no_grad():
+                torch._foreach_copy_([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
+            self.dx = dx if self.dx is None else self.dx
+            return [dx]
 
-        results: list[Tensor | None] = []
-
-        def kept() -> tuple[Tensor | None, ...]:
-            gradients = backward()
-            if not results:
-                results.extend(gradients)
-            return gradients
-
-        self._replay_backward = recorder.record(kept)
-        self.dx = results.pop(0) if self.hidden.requires_grad else None
-        self.gradients = results
+        self._replay_backward = recorder.record(backward)
         return self.dx
 
     def fill(self, tensors: Sequence[Tensor], states: Sequence[PassState]) -> None:
@@ -188,11 +195,15 @@ class LayerGraphs:
             self.gradient.copy_(gradient)
         for parameter, computed in zip(self.trained, self.gradients, strict=True):
             # Gradients that are accumulated over several passes may be the memory that is written now.
-            if parameter.grad is not None and computed is not None and parameter.grad.data_ptr() == computed.data_ptr():
+            if parameter.grad is not None and parameter.grad.data_ptr() == computed.data_ptr():
                 parameter.grad = parameter.grad.clone()
         self._replay_backward()
-        dx = None if self.dx is None else self.dx.detach()
-        return dx, [None if computed is None else computed.detach() for computed in self.gradients]
+        dx = self.dx
+        if dx is not None:
+            # Of the first layer somebody may keep it; what the layer before it reads is read at once.
+            dx = dx.clone() if self.index == 0 else dx.detach()
+        computed_gradients = zip(self.gradients, self.unused, strict=True)
+        return dx, [None if unused else gradient.detach() for gradient, unused in computed_gradients]
 
 
 def kind_of(state: PassState) -> tuple[bool, tuple[int, ...] | None]:
