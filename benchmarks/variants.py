@@ -100,6 +100,11 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
             training.within(lambda: liger_loss(model), fuse(training, statistics, compile_layers=True)),
             ("liger",), compiled=True,
         ),
+        "NA-LoRA + Liger's loss, compiled layers, cuDNN attention": Described(
+            with_cudnn(training, training.within(lambda: liger_loss(model), training.within(
+                larger_loss_chunks, fuse(training, statistics, compile_layers=True)))),
+            ("liger",), compiled=True,
+        ),
     }  # fmt: skip
 
 

@@ -258,7 +258,6 @@ def test_layers_that_cannot_be_replayed_run_eagerly_and_are_logged(caplog):
         layers = trained.base_model.model.model.layers
         for index, layer in enumerate(layers):
             layers[index] = Doubled(layer)
-            layer.register_forward_hook(lambda *_: None)
         # What the decoder makes of the tuple.
         trained.base_model.model.model.forward = lambda input_ids, layers=layers, base=trained, **_: through(
             base, input_ids

@@ -106,6 +106,7 @@ def ffn_backward(
         dz, du, h = gated.backward_of_complete(dh, z, u, spec, together=together)
         db_gate, db_up = (product_as(grad.T, low, dtype) for grad, low in ((dz, x_gate), (du, x_up)))
         da_down = product_as(e.T, h, dtype)
+    del dh  # with an FP8 base, whose products need memory of their own, it is not the memory of dz
     through = torch.empty_like(projected)
     torch.mm(dz, b_gate, out=through[:, :rank])
     torch.mm(du, b_up, out=through[:, rank:])
