@@ -13,6 +13,7 @@ import argparse
 import csv
 import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 from llamas import SHAPES, build
@@ -25,13 +26,13 @@ PEFT = "PEFT's layers"
 VARIANTS = {
     PEFT: None,
     "PEFT's layers, repeated": None,
-    "fused layers": {},
-    "fused layers, FP8 base": {"base": "fp8"},
+    "fused layers": {"cuda_graphs": True},
+    "fused layers, FP8 base": {"cuda_graphs": True, "base": "fp8"},
 }
 TOKENS, BATCH, LENGTH = 4096, 2, 256
 
 
-def train(options: dict[str, str] | None, shape: str, steps: int) -> list[float]:
+def train(options: dict[str, Any] | None, shape: str, steps: int) -> list[float]:
     """Return the losses of one variant."""
     training = Training(build(SHAPES[shape]), BATCH, LENGTH, lr=1e-3)
     if options is not None:
