@@ -156,7 +156,8 @@ def test_a_quantised_base_is_refused_when_the_file_is_read(settings):
 def test_layers_of_peft_are_refused_when_the_file_is_read(settings):
     with pytest.raises(nalora.NALoRAError, match="fused_adapters: false with base: fp8, .*; remove one of the two"):
         check({**settings, "fused_adapters": False})
-    check({**settings, "fused_adapters": True})
+    run = check({**settings, "fused_adapters": True})
+    assert check(run.to_dict()).settings == run.settings, "run.yaml has every setting, evaluate_quantised: true included"
     check({**settings, "base": None, "fused_adapters": False})
 
 
@@ -186,6 +187,16 @@ def test_a_model_without_frozen_linear_layers_is_refused_by_train_and_dry_run(se
     with pytest.raises(nalora.NALoRAError, match="found no frozen linear layer") as error:
         train(run)
     assert examine(run).problems == [str(error.value)]
+
+
+def test_several_processes_are_refused_before_the_model_is_loaded(settings, monkeypatch):
+    monkeypatch.setattr(fused_layers.processes, "count", lambda: 2)
+    with pytest.raises(nalora.NALoRAError, match=r"base: fp8: found 2 processes; .* Fix: launch one"):
+        fused_layers.refuse_unless_fused_layers_fit(check(settings), "cpu")
+    plain = {**settings, "base": None}
+    with pytest.raises(nalora.NALoRAError, match="fused_adapters: true: found 2 processes; expected one. Fix: leave"):
+        fused_layers.refuse_unless_fused_layers_fit(check({**plain, "fused_adapters": True}), "cpu")
+    fused_layers.refuse_unless_fused_layers_fit(check(plain), "cuda")
 
 
 def test_a_dry_run_names_all_problems_of_the_settings(settings):
