@@ -9,6 +9,7 @@ from nalora.errors import (
     counted,
     missing_package,
     missing_path,
+    refuse_all,
     require,
     unknown_name,
     unusable,
@@ -21,6 +22,16 @@ from nalora.errors import (
 )
 def test_only_one_is_singular(number, said):
     assert counted(number, "step") == said
+
+
+def test_all_problems_that_apply_are_one_error():
+    one, other, absent = (True, "a", "b"), (True, "c", "d"), (False, "e", "f")
+    refuse_all("where", "none", [absent])
+    with pytest.raises(NALoRAError, match="^where: found a; expected none. Fix: b$"):
+        refuse_all("where", "none", [absent, one])
+    message = r"^where: found 2 problems: a \(b\); c \(d\); expected none. Fix: correct each"
+    with pytest.raises(NALoRAError, match=message):
+        refuse_all("where", "none", [one, absent, other])
 
 
 def test_a_value_is_required_to_hold():

@@ -114,6 +114,25 @@ def saved_llama(folder, layers: int = 2, hidden: int = 32, **settings) -> str:
     return str(folder)
 
 
+def saved_gpt2(folder) -> str:
+    """A folder with a small GPT-2, whose linear layers are Conv1D with transposed weights, and its tokenizer."""
+    torch.manual_seed(0)
+    made = tokenizer()
+    config = transformers.GPT2Config(
+        vocab_size=len(made),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=512,
+        eos_token_id=made.eos_token_id,
+        pad_token_id=made.pad_token_id,
+        bos_token_id=None,
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
 def saved_t5(folder, **config) -> str:
     """A folder with a small T5 of one layer and its tokenizer."""
     torch.manual_seed(0)

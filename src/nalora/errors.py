@@ -146,6 +146,17 @@ def wrong_kind(path: Path, kind: str, expected: str, fix: str) -> NALoRAError:
     return NALoRAError(str(path), found=found, expected=expected, fix=fix)
 
 
+def refuse_all(where: str, expected: str, problems: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise one error for all problems that apply; a problem is (whether it applies, found, fix)."""
+    present = [(found, fix) for applies, found, fix in problems if applies]
+    if len(present) == 1:
+        ((found, fix),) = present
+        raise NALoRAError(where, found=found, expected=expected, fix=fix)
+    if present:
+        found = f"{len(present)} problems: {'; '.join(f'{found} ({fix})' for found, fix in present)}"
+        raise NALoRAError(where, found=found, expected=expected, fix="correct each of them as its brackets say")
+
+
 def refuse_first(where: str, expected: str, problems: Iterable[tuple[bool, str, str]]) -> None:
     """Raise the error of the first problem that applies; a problem is (whether it applies, found, fix)."""
     for applies, found, fix in problems:

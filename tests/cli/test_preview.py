@@ -74,3 +74,18 @@ def test_a_missing_judge_is_a_problem(run, recipe, tmp_path, monkeypatch):
     code, out, _ = run("train", recipe, "task=mt-bench", "train_size=", "test_size=", "steps=2", "--dry-run")
     assert code == 2
     assert "judge" in out
+
+
+def test_what_is_fused_and_in_fp8_is_printed(run, recipe):
+    pytest.importorskip("triton")
+    code, out, _ = run("train", recipe, "method=lora", "on=", "base=fp8", "--dry-run")
+    assert code == 0, out
+    for part in (
+        "14 of 14 LoRA layers would be fused",
+        "base in FP8: 14 linear layers",
+        "linear layers of the base in",
+    ):
+        assert part in out
+    code, out, _ = run("train", recipe, "method=lora", "on=", "--dry-run")
+    assert code == 0, out
+    assert "LoRA layers" not in out

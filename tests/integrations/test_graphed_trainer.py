@@ -386,6 +386,23 @@ def test_processes_and_fp16(tmp_path, eager, monkeypatch, name, value, message):
         graph_trainer(trainer)
 
 
+def test_every_problem_of_a_setup_is_named_in_one_error_with_its_fix(tmp_path, monkeypatch):
+    settings = {"gradient_accumulation_steps": 3, "gradient_checkpointing": True}
+    trainer = make(tmp_path, cls=ReadsTheLoss, **settings)
+    liger(trainer, monkeypatch)
+    with pytest.raises(NALoRAError) as error:
+        nalora.attach_trainer(trainer, cuda_graphs=True)
+    assert "found 5 problems: a Trainer on cpu (leave cuda_graphs out)" in str(error.value)
+    for part in (
+        "gradient_accumulation_steps=3: a replay overwrites gradients (set it to 1, and multiply",
+        "(set gradient_checkpointing=False", "Liger's loss, which counts labels on the host (set liger_kernel_config",
+        "ReadsTheLoss.compute_loss, whose Python code a replay would not run (leave cuda_graphs out, or decorate",
+        "Fix: correct each of them",
+    ):  # fmt: skip
+        assert part in str(error.value)
+    assert str(error.value).count("found") == 1
+
+
 def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path, eager):
     trainer = make(tmp_path)
     trainer.model.get_base_model().gradient_checkpointing_enable()
@@ -446,7 +463,7 @@ def test_trl_s_trainer_is_refused(tmp_path, eager):
     trainer = make(tmp_path)
     trainer.__class__ = trl.SFTTrainer
     with pytest.raises(NALoRAError, match=r"SFTTrainer\.compute_loss"):
-        obstacles.refuse_own_functions(trainer)
+        obstacles.refuse_setup(trainer)
 
 
 def test_a_second_call_is_refused(tmp_path, eager):

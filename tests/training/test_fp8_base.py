@@ -138,8 +138,9 @@ def test_a_run_prints_what_is_fused_and_what_is_not(settings, tmp_path):
     assert "Fused layers: 14 of 14 LoRA layers" in text
     assert "base in FP8: 14 linear layers" in text
     text = printed(settings, tmp_path / "dropout", steps=1, dropout=0.1)
-    assert "Fused layers: 0 of 14" in text
-    assert "left to PEFT: 14 layers: lora_dropout in training" in text
+    assert "Nothing is fused: PEFT computes all 14 LoRA layers (lora_dropout in training)\n" in text
+    assert "base in FP8: 14 linear layers" in text
+    assert "Fused layers: " not in text
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -150,6 +151,14 @@ def test_a_quantised_base_is_refused_when_the_file_is_read(settings):
         check({**settings, "quantise": "4bit"})
     with pytest.raises(nalora.NALoRAError, match="base"):
         check({**settings, "base": "fp4"})
+
+
+def test_layers_of_peft_are_refused_when_the_file_is_read(settings):
+    with pytest.raises(nalora.NALoRAError, match="fused_adapters: false with base: fp8, .*; remove one of the two"):
+        check({**settings, "fused_adapters": False})
+    run = check({**settings, "fused_adapters": True})
+    assert check(run.to_dict()).settings == run.settings, "run.yaml has evaluate_quantised: true"
+    check({**settings, "base": None, "fused_adapters": False})
 
 
 @pytest.mark.parametrize(
@@ -168,8 +177,48 @@ def test_layers_of_other_sizes_are_refused_by_name(settings, tmp_path):
     odd = tiny.saved_llama(tmp_path / "odd", hidden=40)
     run = check({**settings, "model": odd, "output": str(tmp_path / "run")})
     message = r"layers\.0\.self_attn\.q_proj\.base_layer: found a weight of shape \(40, 40\)"
-    with pytest.raises(nalora.NALoRAError, match=message):
+    with pytest.raises(nalora.NALoRAError, match=message) as error:
         train(run)
+    assert examine(run).problems == [str(error.value)]
+
+
+def test_a_model_without_frozen_linear_layers_is_refused_by_train_and_dry_run(settings, tmp_path):
+    run = check({**settings, "model": tiny.saved_gpt2(tmp_path / "gpt2"), "output": str(tmp_path / "run")})
+    with pytest.raises(nalora.NALoRAError, match="found no frozen linear layer") as error:
+        train(run)
+    assert examine(run).problems == [str(error.value)]
+
+
+def test_several_processes_are_refused_before_the_model_is_loaded(settings, monkeypatch):
+    monkeypatch.setattr(fused_layers.processes, "count", lambda: 2)
+    with pytest.raises(nalora.NALoRAError, match=r"base: fp8: found 2 processes; .* Fix: launch one"):
+        fused_layers.refuse_unless_fused_layers_fit(check(settings), "cpu")
+    plain = {**settings, "base": None}
+    with pytest.raises(nalora.NALoRAError, match="fused_adapters: true: found 2 processes; expected one. Fix: leave"):
+        fused_layers.refuse_unless_fused_layers_fit(check({**plain, "fused_adapters": True}), "cpu")
+    fused_layers.refuse_unless_fused_layers_fit(check(plain), "cuda")
+
+
+def test_a_dry_run_names_all_problems_of_the_settings(settings):
+    found = examine(check({**settings, "method": "full", "dtype": "float16", "liger": True, "cuda_graphs": True}))
+    assert [problem.partition(":")[0] for problem in found.problems] == ["liger", "cuda_graphs", "base"]
+    assert "a run on cpu" in found.problems[1]
+    assert "float16" in found.problems[1]
+    assert "method: full" in found.problems[2]
+    assert "dtype: float16" in found.problems[2]
+    assert found.fused == []
+    assert found.memory is not None, "the rest is examined, too"
+
+
+def test_a_dry_run_says_what_is_fused_and_in_fp8(settings, tmp_path):
+    output = {"output": str(tmp_path / "run")}
+    assert examine(check({**settings, **output})).fused == [
+        ("14 of 14 LoRA layers would be fused", "base: fp8"),
+        ("base in FP8: 14 linear layers", "base: fp8"),
+    ]
+    nothing = "Nothing is fused: PEFT computes all 14 LoRA layers (lora_dropout in training)"
+    assert examine(check({**settings, **output, "dropout": 0.1})).fused[0] == (nothing, "base: fp8")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_triton_the_package_is_named(settings, tmp_path, monkeypatch):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import fused_calls
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import nalora
 from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
+from nalora.training.dry_run import examine
+from nalora.training.fused_layers import expected_layers
 from nalora.training.run import train
 
 # How many layers the tiny model's calls compute together: query, key and value; the output. FFNs are one function.
@@ -73,6 +77,64 @@ def test_layers_that_are_more_than_plain_lora_stay_as_they_are(settings, tmp_pat
     fused, _ = trained(settings, tmp_path / "fused", **options, fused_adapters=True)
     assert not computed
     assert [row["loss"] for row in fused] == [row["loss"] for row in plain]
+
+
+NOTHING_FUSED = {
+    "dropout": ({"dropout": 0.1}, "PEFT computes all 14 LoRA layers (lora_dropout in training)"),
+    "dora": ({"method": "dora"}, "PEFT computes all 14 LoRA layers (Dora is not plain LoRA)"),
+    "gpt2": ({"model": "gpt2"}, "PEFT computes all 8 LoRA layers (Conv1D below Linear is not supported)"),
+    "full": ({"method": "full"}, "method: full has no LoRA layers of PEFT"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_FUSED)
+def test_a_run_and_its_dry_run_say_that_nothing_is_fused_and_why(settings, tmp_path, case):
+    options, reason = NOTHING_FUSED[case]
+    if "model" in options:
+        options = {"model": tiny.saved_gpt2(tmp_path / "gpt2")}
+    run = check({**settings, **options, "fused_adapters": True, "steps": 1, "output": str(tmp_path / "run")})
+    assert examine(run).fused == [(f"Nothing is fused: {reason}", "fused_adapters: true")]
+    screen = io.StringIO()
+    train(run, console=Console(file=screen, width=200))
+    assert f"Nothing is fused: {reason}\n" in screen.getvalue()
+    assert "Fused layers" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "lines"),
+    [
+        ({}, "cuda", [("14 of 14 LoRA layers would be fused", "by default on a GPU")]),
+        ({}, "cpu", []),
+        ({"fused_adapters": False}, "cuda", []),
+        ({"fused_adapters": True}, "cpu", [("14 of 14 LoRA layers would be fused", "fused_adapters: true")]),
+        ({"method": "full"}, "cuda", []),
+        (
+            {"method": "na-lora", "kernels": "fused"},
+            "cuda",
+            [("14 of 14 LoRA layers would be fused", "kernels: fused")],
+        ),
+        (
+            {"quantise": "8bit"},
+            "cuda",
+            [("Nothing is fused: PEFT computes all 14 LoRA layers (weights in 8 bits)", "by default on a GPU")],
+        ),
+    ],
+)
+def test_what_a_run_on_a_device_would_fuse(settings, options, device, lines):
+    pytest.importorskip("triton")
+    run = check({**settings, **options})
+    model = tiny.llama() if options.get("method") != "full" else tiny.llama().unload()
+    assert expected_layers(model, run, device) == lines
+
+
+def test_layers_of_which_some_are_fused(settings):
+    model = tiny.llama()
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.down_proj.lora_dropout["default"] = torch.nn.Dropout(0.1)
+    assert expected_layers(model, check({**settings, "fused_adapters": True}), "cpu") == [
+        ("12 of 14 LoRA layers would be fused", "fused_adapters: true"),
+        ("left to PEFT: 2 layers", "lora_dropout in training"),
+    ]
 
 
 def test_not_together_with_kernels_fused():

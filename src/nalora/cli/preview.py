@@ -72,6 +72,8 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
     share = 100 * found.trainable / found.parameters
     basis = "as LoRA: the method's own start needs the weights" if found.as_lora else ""
     yield "parameters", f"{found.trainable:,} trained, {share:.2f} % of {found.parameters:,}", basis
+    for number, (line, why) in enumerate(found.fused):
+        yield "" if number else "layers", line, why
     yield from _memory_lines(settings, found, timing)
     if timing is None:
         yield "time", "unknown", "add --measure to time the first steps on this machine"
@@ -87,7 +89,9 @@ def _memory_lines(settings: Any, found: DryRun, timing: Measured | None) -> Iter
     memory, split = found.memory, found.split
     assert memory is not None
     assert split is not None
-    yield "memory", f"weights {_size(memory.frozen + memory.trained)}", settings.dtype or "the device's own type"
+    basis = settings.dtype or "the device's own type"
+    basis += ", linear layers of the base in FP8" if settings.base else ""
+    yield "memory", f"weights {_size(memory.frozen + memory.trained)}", basis
     yield "", f"gradients {_size(memory.gradients)}, optimizer state {_size(memory.optimizer)}", settings.optimizer
     if memory.activations is None:
         yield "", "activations unknown", f"{memory.why_unknown}; add --measure"

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError
-from nalora.integrations.replayable import refuse_own_functions, refuse_setup
+from nalora.integrations.replayable import refuse_setup
 from nalora.kernels.cuda_graphs import GraphedStep
 from nalora.models.attention import attends_without_mask, unmasked_attention
 
@@ -63,7 +63,6 @@ def graph_trainer(
             fix="graph_trainer(trainer), or nalora.kernels.cuda_graphs.GraphedStep for a training loop of your own",
         )
     refuse_setup(trainer)
-    refuse_own_functions(trainer)
     passes = _GraphedPasses(trainer, right_padded, most_shapes, eager_first)
     passes.install()
     return passes.remove
@@ -103,7 +102,7 @@ class _GraphedPasses(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Capture anew: the parameters may have moved since the last training. The setup may have changed too."""
-        refuse_setup(self.trainer)
+        refuse_setup(self.trainer, own_functions=False)
         self.may_drop_masks = attends_without_mask(self.trainer.model)
         self.step = None
 

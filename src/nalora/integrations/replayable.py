@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 
 from nalora.distributed.wrappers import base_of
-from nalora.errors import NALoRAError, refuse_first
+from nalora.errors import refuse_all
 
 _REPLAYABLE = "_nalora_replayable"
 # transformers 5.23 renames the argument; both names are read.
@@ -38,18 +38,6 @@ def replayable(function: Function) -> Function:
     return function
 
 
-def refuse_own_functions(trainer: Any) -> None:
-    """Refuse a trainer whose passes run code that is not known to be replayable."""
-    if found := [*_own_functions(trainer)]:
-        raise NALoRAError(
-            f"cuda_graphs of {type(trainer).__name__}",
-            found=f"{', '.join(found)}, whose Python code a replay would not run",
-            expected="transformers.Trainer's own passes, or functions that are declared replayable",
-            fix="leave cuda_graphs out, or decorate each of them with nalora.integrations.replayable.replayable"
-            " if it reads nothing from the GPU and does the same at every step",
-        )
-
-
 def _own_functions(trainer: Any) -> Iterator[str]:
     """Yield the names of functions in the trainer's passes that are neither Trainer's own nor declared replayable."""
     for name in ("training_step", "compute_loss", "_prepare_inputs"):
@@ -67,8 +55,14 @@ def device_type(trainer: Any) -> str:
     return kind
 
 
-def refuse_setup(trainer: Any) -> None:
-    """Raise NALoRAError for a trainer whose passes cannot be captured, or would be wrong when they are replayed."""
+def refuse_setup(trainer: Any, *, own_functions: bool = True) -> None:
+    """Raise one NALoRAError with every reason why a trainer's passes cannot be captured or repeated.
+
+    Args:
+        trainer: a `transformers.Trainer`.
+        own_functions: whether code in its passes that is not known to be replayable is refused, too.
+    """
+    functions = [*_own_functions(trainer)] if own_functions else []
     args, config = trainer.args, getattr(base_of(trainer.model), "config", None)
     device, processes = device_type(trainer), trainer.accelerator.num_processes
     attention = getattr(config, "_attn_implementation", None)
@@ -132,9 +126,15 @@ def refuse_setup(trainer: Any) -> None:
             "use an optimizer that steps after backward, such as optim='adamw_torch'",
         ),
         (bool(dropped), f"{', '.join(dropped)} > 0, which skips layers by a decision on the host", "set it to 0"),
+        (
+            bool(functions),
+            f"{', '.join(functions)}, whose Python code a replay would not run",
+            "leave cuda_graphs out, or decorate each of them with nalora.integrations.replayable.replayable"
+            " if it reads nothing from the GPU and does the same at every step",
+        ),
     )
     expected = "one pass of few shapes for each step, in one process on one CUDA device"
-    refuse_first(f"cuda_graphs of {type(trainer).__name__}", expected, problems)
+    refuse_all(f"cuda_graphs of {type(trainer).__name__}", expected, problems)
 
 
 def _has_liger_loss(args: Any) -> bool:

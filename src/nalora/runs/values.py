@@ -62,6 +62,8 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
         problems.append("fused_adapters: true with kernels: fused, which also fuses them; remove one of the two")
     if values.get("base") == "fp8" and values.get("quantise"):
         problems.append(f"base: fp8 with quantise: {values['quantise']}; remove one of the two")
+    if values.get("base") == "fp8" and values.get("fused_adapters") is False:
+        problems.append("fused_adapters: false with base: fp8, whose products are fused layers; remove one of the two")
     if values.get("evaluate_quantised") is False and not values.get("quantise"):
         problems.append("evaluate_quantised: false without quantise, so that no base is quantised; remove it")
     return problems

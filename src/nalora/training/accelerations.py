@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from nalora.errors import NALoRAError, missing_package
+from nalora.errors import NALoRAError, missing_package, refuse_all
 from nalora.runs.settings import RunSettings
 
 
@@ -30,8 +30,7 @@ def refuse_unless_graphs_fit(settings: RunSettings, device: str, dtype: str, acc
         (settings.gradient_checkpointing, "gradient checkpointing, which reads random states", "leave one out"),
     )  # fmt: skip
     expected = "one pass of few shapes for each step, on one GPU"
-    for _, found, fix in (obstacle for obstacle in obstacles if obstacle[0]):
-        raise NALoRAError("cuda_graphs: true", found=found, expected=expected, fix=fix)
+    refuse_all("cuda_graphs: true", expected, obstacles)
 
 
 def refuse_unless_liger_runs(device: str) -> None:

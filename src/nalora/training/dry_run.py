@@ -36,7 +36,7 @@ from nalora.runs.values import refuse_missing_loggers
 from nalora.runs.writable import refuse_unwritable
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
 from nalora.training.batches import Split, split_batch
-from nalora.training.fused_layers import refuse_unless_fp8_fits
+from nalora.training.fused_layers import expected_layers, refuse_unless_fused_layers_fit
 from nalora.training.memory import Memory, estimate
 
 # Rows whose lengths are looked at: a larger data set is tokenised again for every look.
@@ -61,6 +61,7 @@ class DryRun:
         parameters: the number of values of the base model.
         as_lora: whether `trainable` is that of LoRA, because the method's own start needs weights.
         plan: of NA-LoRA, if the method is NA-LoRA.
+        fused: what would be computed by fused layers or be in FP8, and why, line by line.
         memory: at the peak of a step.
         device: where it would be trained.
         disk: bytes by what needs them.
@@ -76,6 +77,7 @@ class DryRun:
     parameters: int = 0
     as_lora: bool = False
     plan: Plan | None = None
+    fused: list[tuple[str, str]] = field(default_factory=list)
     memory: Memory | None = None
     device: str = "cpu"
     disk: dict[str, int] = field(default_factory=dict)
@@ -107,10 +109,11 @@ def examine(run: Run, *, resume: bool = False) -> DryRun:
     found.check(run.refuse_unready)
     found.check(lambda: refuse_missing_loggers(settings.report_to))
     found.check(lambda: _check_folder(run, resume))
-    if not found.check(lambda: _check_hardware(run, found)):
+    if not found.check(lambda: _choose_device(run, found)):
         return found
+    may_fuse = _check_accelerations(run, found)
     if found.check(lambda: _read_data(run, found)):
-        found.check(lambda: _prepare_model(run, found))
+        found.check(lambda: _prepare_model(run, found, may_fuse=may_fuse))
     return found
 
 
@@ -145,17 +148,21 @@ def _check_folder(run: Run, resume: bool) -> None:
     refuse_unwritable(folder.path, "give another output=, or the right to write there")
 
 
-def _check_hardware(run: Run, found: DryRun) -> None:
-    settings = run.settings
-    found.device = device = resolve_device(settings.device)
-    found.split = split = split_batch(settings)
+def _choose_device(run: Run, found: DryRun) -> None:
+    found.device = resolve_device(run.settings.device)
+    found.split = split_batch(run.settings)
+
+
+def _check_accelerations(run: Run, found: DryRun) -> bool:
+    """Collect what the device and the settings do not allow; return whether layers could be fused or in FP8."""
+    settings, device, split = run.settings, found.device, found.split
+    assert split is not None
     if settings.liger:
-        refuse_unless_liger_runs(device)
-    if settings.base == "fp8":
-        refuse_unless_fp8_fits(run, device)
+        found.check(lambda: refuse_unless_liger_runs(device))
     if settings.cuda_graphs:
         dtype = settings.dtype or default_dtype(device)
-        refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
+        found.check(lambda: refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes))
+    return found.check(lambda: refuse_unless_fused_layers_fit(run, device))
 
 
 def _read_data(run: Run, found: DryRun) -> None:
@@ -170,13 +177,15 @@ def _read_data(run: Run, found: DryRun) -> None:
         found.lengths = [len(rows[index]["input_ids"]) for index in range(min(len(rows), _MOST_ROWS))]
 
 
-def _prepare_model(run: Run, found: DryRun) -> None:
+def _prepare_model(run: Run, found: DryRun, *, may_fuse: bool) -> None:
     inputs, split, settings = found.inputs, found.split, run.settings
     assert inputs is not None
     assert split is not None
     found.parameters = sum(parameter.numel() for parameter in inputs.model.parameters())
     model, found.as_lora = _prepared(run.method, inputs, Start(seed=settings.seed, steps=found.steps))
     found.trainable = run.method.trainable_parameters(model)
+    if may_fuse:
+        found.check(lambda: found.fused.extend(expected_layers(model, run, found.device)))
     if isinstance(run.method, NALoRA):
         found.plan = make_plan(find_blocks(model), run.method.config, "auto")
     dtype = settings.dtype or default_dtype(found.device)

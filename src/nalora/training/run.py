@@ -32,7 +32,7 @@ from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
-from nalora.training.fused_layers import fused_layers, refuse_unless_fp8_fits
+from nalora.training.fused_layers import fused_layers, refuse_unless_fused_layers_fit
 from nalora.training.gate_movement import GateMovement
 from nalora.training.snapshots import GateRecord, Snapshots
 from nalora.training.trainer import make_trainer
@@ -60,8 +60,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
     device = resolve_device(settings.device)
     refuse_missing_loggers(settings.report_to)
     processes.init_process_group(device)
-    if settings.base == "fp8":
-        refuse_unless_fp8_fits(run, device)
+    refuse_unless_fused_layers_fit(run, device)
     console = console if console and is_first_process() else Console(quiet=True)
     folder = RunFolder(settings.output or "runs/run")
     with claimed(folder, run, resume=resume, device=device, take_over=take_over) as claim:

@@ -103,16 +103,7 @@ def convert(model: nn.Module, *, keep: bool = False) -> FP8Base:
             unchanged then.
     """
     base = FP8Base()
-    places = list(_places(model, base.left))
-    for place in places:
-        _refuse_unless_convertible(place)
-    if not places:
-        raise NALoRAError(
-            _WHERE,
-            found="no frozen linear layer",
-            expected="a model whose linear layers are frozen below LoRA adapters",
-            fix="train this model without base='fp8'",
-        )
+    places = _checked_places(model, base.left)
     squares = torch.zeros(2, dtype=torch.float64)
     for place in places:
         linear = place.linear
@@ -126,6 +117,32 @@ def convert(model: nn.Module, *, keep: bool = False) -> FP8Base:
         base.converted.append((place, linear if keep else None))
     base.error = math.sqrt(squares[0] / squares[1])
     return base
+
+
+def convertible_layers(model: nn.Module) -> tuple[int, dict[str, list[str]]]:
+    """Return how many layers `convert` would convert, and the adapted layers that it would leave, by reason.
+
+    Only shapes and types are read: the model may be on the meta device.
+
+    Raises:
+        NALoRAError: what `convert` refuses, except for what only weights and their device show.
+    """
+    left: dict[str, list[str]] = {}
+    return len(_checked_places(model, left, loaded=False)), left
+
+
+def _checked_places(model: nn.Module, left: dict[str, list[str]], *, loaded: bool = True) -> list[_Place]:
+    places = list(_places(model, left))
+    for place in places:
+        _refuse_unless_convertible(place, loaded=loaded)
+    if not places:
+        raise NALoRAError(
+            _WHERE,
+            found="no frozen linear layer",
+            expected="a model whose linear layers are frozen below LoRA adapters",
+            fix="train this model without base='fp8'",
+        )
+    return places
 
 
 def _replace(place: _Place, layer: FP8Linear) -> None:
@@ -183,7 +200,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return output.base_layer if isinstance(output, LoraLayer) else output
 
 
-def _refuse_unless_convertible(place: _Place) -> None:
+def _refuse_unless_convertible(place: _Place, *, loaded: bool) -> None:
     """Raise NALoRAError for a layer that cannot be converted, although it is a frozen linear layer."""
     linear, expected = place.linear, "a frozen torch.nn.Linear in bfloat16, float16 or float32"
     if type(linear) is not nn.Linear:
@@ -191,7 +208,7 @@ def _refuse_unless_convertible(place: _Place) -> None:
         raise NALoRAError(place.name, found=found, expected=expected, fix=f"{fix}, or leave base='fp8' out")
     weight = linear.weight
     problems = (
-        (weight.is_meta or hasattr(linear, "_hf_hook"), "a weight that is not loaded or is offloaded",
+        (loaded and (weight.is_meta or hasattr(linear, "_hf_hook")), "a weight that is not loaded or is offloaded",
          "load the whole model onto one device"),
         (type(weight.data) is not Tensor, f"a weight of the class {type(weight.data).__name__}, sharded perhaps",
          "train on one device, or leave base='fp8' out"),
@@ -203,7 +220,8 @@ def _refuse_unless_convertible(place: _Place) -> None:
          "load an undamaged model"),
     )  # fmt: skip
     refuse_first(place.name, expected, problems)
-    refuse_unless_supported(weight.device)
+    if loaded:
+        refuse_unless_supported(weight.device)
 
 
 def refuse_unless_supported(device: torch.device) -> None:
