@@ -41,6 +41,17 @@ def product_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
+def in_shape(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return rows [tokens, width] with the leading dimensions of a shape.
+
+    The result is no view: autograd refuses to change a view that a function returned in place, as in `y += residual`.
+    """
+    if len(shape) == 2:
+        return rows
+    output: Tensor = torch.ops.aten._unsafe_view.default(rows, [*shape[:-1], rows.shape[-1]])
+    return output
+
+
 def scaled_rows(stacked: Tensor, ranks: Sequence[int], scalings: Sequence[float]) -> Tensor:
     """Return the stacked gradients of A from those of s·A, computed in place."""
     if len(set(scalings)) == 1:
@@ -104,7 +115,7 @@ class LoRALinears(torch.autograd.Function):
         ctx.save_for_backward(rows, projected, factors.a, *factors.b)
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, parameters[0].dtype)
-        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
+        return tuple(in_shape(y, x.shape) for y in outputs)
 
     @staticmethod
     @once_differentiable
