@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,8 +9,8 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from nalora.control.blocks import FFNBlock, find_blocks
-from nalora.control.fusable import why_left_to_peft
 from nalora.control.fused_check import Agreement, compare, loss_and_gradients
+from nalora.control.fused_report import of_base, of_layers
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
 from nalora.errors import NALoRAError, require
@@ -113,13 +112,11 @@ class FusedModel:
         if self._undo:
             return
         factors = StepFactors()
-        self.ffns: list[FFNBlock] = []
-        for block in self._blocks:
+        for block in self._blocks if has_triton() else []:
             from nalora.control.fused_ffn import fuse_ffn  # Triton may not be installed
 
             if (restore := fuse_ffn(block, factors, in_graph=self.compiles_layers)) is not None:
                 self._undo.append(restore)
-                self.ffns.append(block)
         # The layers of an FFN too: on a CPU it is computed layer by layer.
         in_graph = linears_op.compute if self.compiles_layers else None
         self._undo += fuse_adapters(self.model, factors, in_graph=in_graph)
@@ -200,30 +197,15 @@ class FusedModel:
             raise NALoRAError(where, found=found, expected="no controller", fix=fix)
 
     def __str__(self) -> str:
-        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
-        left = {layer: reason for layer in layers if (reason := why_left_to_peft(layer))}
-        fused = [layer for layer in layers if layer not in left]
-        in_ffns = {projection.module for block in self.ffns for projection in block.projections.values()}
-        lines = [
-            f"Fused layers: {len(fused)} of {len(layers)} LoRA layers, {len(in_ffns & set(fused))} of them in"
-            f" {len(self.ffns)} FFNs that are one function each"
-        ]
+        if fused_layers(self.model) is not self:
+            return "Fused layers: none, since undo() was called"
+        lines = of_layers(self.model, self._blocks)
+        count = len(decoder_layers(self.model))
         if self.compiles_layers:
-            lines.append(f"  compiled: {len(decoder_layers(self.model))} decoder layers, when they are first used")
+            lines.append(f"  compiled: {count} decoder layers, when they are first used")
         if self.graphs_layers:
-            count = len(decoder_layers(self.model))
             lines.append(f"  CUDA graphs: {count} decoder layers, from the second training pass of a shape on")
-        if self._base is not None:
-            count, base = len(self._base.converted), self._base
-            memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"
-            kept = ", originals kept on the host" if base.can_restore else ""
-            error = f"rounding changes the weights by {base.error:.1%} of their norm"
-            lines.append(f"  base in FP8: {count} linear layers, {memory}{kept}; {error}")
-            lines += [f"  base not in FP8: {len(names)} layers: {reason}" for reason, names in base.left.items()]
-        lines += [f"  left to PEFT: {number} layers: {reason}" for reason, number in Counter(left.values()).items()]
-        if self._blocks and not in_ffns:
-            lines.append("  FFNs are computed layer by layer: no Triton, or a form that is not fused")
-        return "\n".join(lines)
+        return "\n".join(lines + (of_base(self._base) if self._base is not None else []))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has PEFT's own forwards."""
@@ -233,9 +215,7 @@ class FusedModel:
 
 
 def _fusable_blocks(model: nn.Module) -> list[FFNBlock]:
-    """Return the FFN blocks to fuse: none without Triton, or if a gate is observed by a controller."""
-    if not has_triton():
-        return []
+    """Return the FFN blocks of a model, without those of which a controller observes the gate."""
     try:
         blocks = find_blocks(model).blocks
     except NALoRAError:  # another kind of adapter

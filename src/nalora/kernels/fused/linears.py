@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nalora.kernels.fused.adapters import Adapters, StepFactors, frozen_weight, is_usable, only_adapter, state_of
+from nalora.kernels.fused.foreign import code_inside, replaced_forward
 from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
@@ -59,7 +60,8 @@ def fuse_linears(
     parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors, in_graph: InGraph | None = None
 ) -> list[Callable[[], None]]:
     """Fuse some children of a module, those with the same input together; return functions that undo it."""
-    weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
+    own = {name: layer for name, layer in layers.items() if not (replaced_forward(layer) or code_inside(layer))}
+    weights = {name: weight for name, layer in own.items() if (weight := frozen_weight(layer)) is not None}
     groups = children_sharing_input(parent) if weights else []
     # A group may be of layers without an adapter.
     shared = [known for names in groups if (known := [name for name in names if name in weights])]

@@ -66,6 +66,16 @@ def replaced_by(module: nn.Module) -> Replacement | None:
     return replacement
 
 
+def forward_below(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that this instance has, or had before it was replaced here; None for that of its class."""
+    forward, replacement = vars(module).get("forward"), replaced_by(module)
+    while replacement is not None:
+        forward, replacement = replacement.before, replacement.below
+    # A copy's method is one of those below, and a pickle's the one of the class.
+    own = (_forward_of(type(module)), type(module).forward)
+    return None if getattr(forward, "__func__", None) in own else forward
+
+
 @functools.cache
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     """Return the function that is `forward` in every replaced module of a class, with the signature of the class."""
