@@ -27,7 +27,7 @@ from nalora.kernels.fused.layer_recording import PassState, Watched
 from nalora.kernels.fused.linears import fuse_adapters
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
-from nalora.kernels.fused.replaced_forward import replace_forward
+from nalora.kernels.fused.replaced_forward import all_or_nothing, replace_forward
 from nalora.kernels.statistics.engines import triton_runs_on
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
@@ -50,6 +50,13 @@ def fuse(
     """
     if compiled or graphed:
         refuse_unless_observable(model, plan)
+    with all_or_nothing(model):
+        return _replace_forwards(model, plan, observers, compiled=compiled, graphed=graphed)
+
+
+def _replace_forwards(
+    model: nn.Module, plan: Plan, observers: Sequence[object], *, compiled: bool, graphed: bool
+) -> list[Callable[[], None]]:
     factors = StepFactors()
     undo: list[Callable[[], None]] = []
     fused: set[nn.Module] = set()

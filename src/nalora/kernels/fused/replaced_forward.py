@@ -8,9 +8,10 @@ again for every layer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -58,6 +59,26 @@ def replace_forward(module: nn.Module, replacement: Replacement) -> Callable[[],
                 attributes[name] = value
 
     return restore
+
+
+@contextlib.contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Put the forwards in a model and the hooks on it back if the block is interrupted or fails."""
+    forwards = [(vars(m), vars(m).get("forward"), vars(m).get(_ATTRIBUTE)) for m in model.modules()]
+    registries = [value for name, value in vars(model).items() if "_hooks" in name and isinstance(value, dict)]
+    hooks = [(registry, dict(registry)) for registry in registries]
+    try:
+        yield
+    except BaseException:
+        for attributes, *values in forwards:
+            for name, value in zip(("forward", _ATTRIBUTE), values, strict=True):
+                attributes.pop(name, None)
+                if value is not None:
+                    attributes[name] = value
+        for registry, before in hooks:
+            registry.clear()
+            registry.update(before)
+        raise
 
 
 def replaced_by(module: nn.Module) -> Replacement | None:
