@@ -201,3 +201,14 @@ def test_outputs_are_changed_in_place():
         (first * second.relu_()).sum().backward()
         results.append([p.grad for p in tiny.trainable(model)])
     assert_same(*results)
+
+
+def test_an_output_that_is_not_used_gives_its_adapter_no_gradient():
+    model = two()
+    nalora.fuse(model)
+    first, _ = model(torch.randn(3, 8))
+    first.sum().backward()
+    inner = model.base_model.model
+    assert inner.a.lora_A.default.weight.grad is not None
+    assert inner.b.lora_A.default.weight.grad is None
+    assert inner.b.lora_B.default.weight.grad is None

@@ -83,6 +83,11 @@ def test_what_cannot_be_compared_is_refused(model):
         layers.check(batch()["input_ids"])
     with pytest.raises(nalora.NALoRAError, match=r"a tuple.*leave return_dict=False out"):
         layers.check(batch() | {"return_dict": False})
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in tiny.trainable(model)]
+    with pytest.raises(nalora.NALoRAError, match="left no gradients"):
+        layers.check(batch())
+    for hook in hooks:
+        hook.remove()
     model.requires_grad_(False)
     with pytest.raises(nalora.NALoRAError, match="without trainable parameters"):
         layers.check(batch())

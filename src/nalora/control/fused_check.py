@@ -83,6 +83,13 @@ def loss_and_gradients(model: nn.Module, batch: Mapping[str, Any]) -> Pass:
             loss = _loss(model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad.float() for name, p in parameters.items() if p.grad is not None}
+        if not gradients:
+            raise NALoRAError(
+                "check(batch)",
+                found="a backward pass that left no gradients, as one with an optimizer inside does",
+                expected="gradients of the trained parameters",
+                fix="call check before the optimizer's hooks are registered",
+            )
     finally:
         for name, parameter in parameters.items():
             parameter.grad = before[name]

@@ -121,7 +121,7 @@ class LinearGroup:
     def compute(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Return the layer's output for x; None unless exactly one plain adapter is active in the layer."""
         own = self.adapter(layer)
-        if own is None or not x.numel():
+        if own is None or not x.numel() or x.is_inference():
             return None
         dtype = compute_dtype(x)
         state = (x._version, x.requires_grad, dtype)

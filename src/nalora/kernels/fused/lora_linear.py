@@ -128,7 +128,9 @@ class LoRALinears(torch.autograd.Function):
             rows, projected, Factors(a, tuple(b)), ctx.layers, grads,
             factor_dtype=factor_dtype, needs_dx=ctx.needs_input_grad[0],
         )  # fmt: skip
-        da = stacked.split([factor.shape[1] for factor in b])
+        # An adapter whose output was not used has no gradient: weight decay leaves it alone then.
+        pieces = stacked.split([factor.shape[1] for factor in b])
+        da = [None if dy is None else piece for dy, piece in zip(dys, pieces, strict=True)]
         dx = None if dx is None else dx.view(ctx.shape).to(x_dtype)
         return dx, None, None, *(grad for pair in zip(da, db, strict=True) for grad in pair)
 
