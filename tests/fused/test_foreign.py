@@ -32,7 +32,8 @@ class FFN(nn.Module):
         if kind == "buffer":
             self.register_buffer("factor", torch.ones(32))
 
-    def forward(self, x, scale=None):
+    def forward(self, hidden, scale=None):
+        x = hidden
         z, u = self.gate(x), self.up(x)
         if self.kind == "up clamp":
             u = u.clamp(-100, 100)
@@ -63,7 +64,7 @@ class Net(nn.Module):
         self.mlp = mlp
 
     def forward(self, x, by_name=False):
-        return self.mlp(x=x) if by_name else self.mlp(x)
+        return self.mlp(hidden=x) if by_name else self.mlp(x)
 
 
 def net(kind="plain", **lora):

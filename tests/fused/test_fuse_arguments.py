@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nalora
-from nalora.control import fused_model
+from nalora.control import fuse_arguments, fused_model
 from nalora.kernels.fused import fp8_base, linears
 from nalora.kernels.fused.fp8_linear import FP8Linear
 
@@ -49,6 +49,18 @@ def test_arguments():
         nalora.fuse(model, keep_base=True)
     with pytest.raises(nalora.NALoRAError, match="DataParallel"):
         nalora.fuse(nn.DataParallel(model))
+
+
+def test_sharded_parameters_are_refused_by_name(monkeypatch):
+    class Sharded(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(fuse_arguments, "DTensor", Sharded)
+    model = llama()
+    layer = model.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    layer.weight = Sharded(layer.weight.data, requires_grad=False)
+    with pytest.raises(nalora.NALoRAError, match=r"layers.1.mlp.up_proj.base_layer.weight, which is sharded"):
+        nalora.fuse(model)
 
 
 @pytest.mark.parametrize("part_first", [True, False])
