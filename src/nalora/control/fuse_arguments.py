@@ -19,15 +19,20 @@ def check_arguments(model: Any, base: str, *, keep_base: bool, cuda_graphs: bool
     """Raise NALoRAError for a model that cannot be fused, or for options that contradict each other."""
     _check_model(model)
     require(base in ("keep", "fp8"), "fuse(base=…)", base, "'keep' or 'fp8'", "leave base out")
-    problems = (
-        (keep_base and base != "fp8", "keep_base=True without base='fp8'", "leave keep_base out, or add base='fp8'"),
-        (
-            cuda_graphs and compile_layers,
-            "cuda_graphs and compile_layers",
-            "leave one of the two out; cuda_graphs is the faster one",
-        ),
-    )
-    refuse_first(_WHERE, "options for the same thing", problems)
+    if keep_base and base != "fp8":
+        raise NALoRAError(
+            _WHERE,
+            found="keep_base=True without base='fp8'",
+            expected="a base in FP8, whose original weights it keeps",
+            fix="leave keep_base out, or add base='fp8'",
+        )
+    if cuda_graphs and compile_layers:
+        raise NALoRAError(
+            _WHERE,
+            found="cuda_graphs and compile_layers",
+            expected="one way to launch layers",
+            fix="leave one of the two out; cuda_graphs is the faster one",
+        )
 
 
 def _check_model(model: Any) -> None:

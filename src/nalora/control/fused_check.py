@@ -73,7 +73,7 @@ def loss_and_gradients(model: nn.Module, batch: Mapping[str, Any]) -> Pass:
         (not torch.is_grad_enabled(), "torch.no_grad or inference_mode", "call check outside of it"),
         (not parameters, "a model without trainable parameters", "unfreeze the adapter, for example by set_adapter"),
     )
-    refuse_first("check(batch)", "the arguments of a training pass, and gradients", problems)
+    refuse_first("check(batch)", "a training pass: arguments by name, gradients, an adapter that is trained", problems)
     before = {name: parameter.grad for name, parameter in parameters.items()}
     devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
     try:
