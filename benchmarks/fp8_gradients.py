@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     loaded = loading.load(loading.ModelSpec(args.model, dtype="float32"))
     task = tasks.get("gsm8k", data_dir=args.data_dir)
-    texts = [f"{example.question}\n{example.answer}" for example in [*task.training_set()][: args.examples]]
+    texts = [f"{example.question}\n{example.target}" for example in [*task.training_set()][: args.examples]]
     batches = [loaded.processor(text, return_tensors="pt").input_ids.to(loaded.device) for text in texts]
     torch.manual_seed(0)
     model = peft.get_peft_model(loaded.model, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))

@@ -143,7 +143,7 @@ def test_a_controller_is_detached_and_the_layers_are_compiled_as_before(graphs):
 @pytest.mark.parametrize(
     ("lora", "kernels", "match"),
     [
-        ({}, "off", "compiled layers and kernels='off'"),
+        ({}, "off", "compile_layers=True. and kernels='off'"),
         ({"lora_dropout": 0.5}, "auto", "lora_dropout in training, in a compiled layer"),
         ({"target_modules": ["gate_proj", "down_proj"]}, "auto", "no adapter, in a compiled layer"),
         ({"rank_pattern": {"up_proj": 2}}, "auto", "adapters of ranks 2, 4"),

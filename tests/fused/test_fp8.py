@@ -148,3 +148,15 @@ def test_nothing_in_fp8_is_saved(layer):
     kept = FP8Linear(layer, layer.weight.detach().cpu()).state_dict()
     assert set(kept) == {"bias", "weight"}
     assert torch.equal(kept["weight"], layer.weight.cpu())
+
+
+@pytest.mark.parametrize("largest", [1e-29, 1e-32, 1e-36, 1e-38, 1e-44])
+def test_tiny_rows_stay_finite(largest):
+    x = torch.zeros(2, 32, device=DEVICE)
+    x[0, 0], x[0, 1] = largest, -largest / 2
+    for quantise in (fp8.quantise_rows, fp8.quantise_rows_by_triton):
+        result = quantise(x)
+        assert result.scales.isfinite().all()
+        values = result.dequantised(torch.float32)
+        assert values.isfinite().all()
+        assert (values - x).abs().max() <= max(largest / 16, 1e-34)

@@ -35,6 +35,7 @@ from nalora.control.experts import (
     width_of,
 )
 from nalora.control.peft_layers import LAYERS, all_adapters, check_variant, no_adapters
+from nalora.control.plain_ffn import what_else
 from nalora.control.replica import OUTPUT, Replica, feature_sizes
 from nalora.distributed.wrappers import base_of
 from nalora.models.peft_names import in_base
@@ -59,8 +60,8 @@ class Projection:
 class FFNBlock:
     """One FFN: y = W_d(φ(W_g x) ⊙ (W_u x + up_offset)), eq. ffn_block; up is None without a product.
 
-    `host` is the module that computes exactly this, from its input to its output; None if every module computes more.
-    With `experts` it is one such FFN for each of them.
+    `host` is the module that computes exactly this, from its input to its output; None if every module computes more,
+    and `extra` then names what a module computes besides, if that is all. With `experts` it is one such FFN for each.
     """
 
     name: str
@@ -71,6 +72,7 @@ class FFNBlock:
     width: int
     up_offset: float = 0.0
     host: nn.Module | None = None
+    extra: str = ""
     experts: Experts | None = None
 
     @property
@@ -220,7 +222,7 @@ def _blocks_in(
         if down is None:
             continue
         claimed |= {part.source for part in wiring.parts} | {down}
-        yield FFNBlock(
+        block = FFNBlock(
             name=names[host] or type(host).__name__,
             gate=Projection(names[gate.source], gate.source, gate.rows),
             up=Projection(names[up.source], up.source, up.rows) if up else None,
@@ -228,8 +230,11 @@ def _blocks_in(
             activation=activations.identify(phi),
             width=wiring.width,
             up_offset=replica.up_offset(consumer, gate, up) if up else 0.0,
-            host=host if replica.is_plain_ffn(gate.source, up.source if up else None, down) else None,
         )
+        if up is not None and replica.is_plain_ffn(gate.source, up.source, down):
+            extra = what_else(host, replica, consumer, gate, up, block.activation.phi, block.up_offset)
+            block = dataclasses.replace(block, host=None if extra else host, extra=extra)
+        yield block
 
 
 def _reader_nearby(

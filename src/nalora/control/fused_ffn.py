@@ -5,6 +5,7 @@ As in `kernels.fused.linears`, a call that the fused function would not compute 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,18 +15,19 @@ from torch import Tensor, nn
 from nalora.control.blocks import FFNBlock
 from nalora.control.fusable import refuse_unless_observable, why_not_one_function
 from nalora.control.observer import GateObserver
+from nalora.control.plain_ffn import outside_of
 from nalora.control.plan import Plan
 from nalora.kernels.fused import ffn_op, linears_op
-from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight
+from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, is_usable
 from nalora.kernels.fused.collectors import key_of
 from nalora.kernels.fused.compiled_layers import compile_layers
 from nalora.kernels.fused.gated import GateSpec
 from nalora.kernels.fused.graphed_layers import graph_layers
 from nalora.kernels.fused.layer_recording import PassState, Watched
-from nalora.kernels.fused.linears import fuse_adapters, is_plain_call
+from nalora.kernels.fused.linears import fuse_adapters
 from nalora.kernels.fused.lora_ffn import LoRAFFN, Weights
 from nalora.kernels.fused.lora_linear import compute_dtype
-from nalora.kernels.fused.replaced_forward import replace_forward
+from nalora.kernels.fused.replaced_forward import all_or_nothing, replace_forward
 from nalora.kernels.statistics.engines import triton_runs_on
 from nalora.kernels.statistics.triton_activations import number_and_limit
 from nalora.kernels.statistics.triton_engine import as_bytes
@@ -48,6 +50,13 @@ def fuse(
     """
     if compiled or graphed:
         refuse_unless_observable(model, plan)
+    with all_or_nothing(model):
+        return _replace_forwards(model, plan, observers, compiled=compiled, graphed=graphed)
+
+
+def _replace_forwards(
+    model: nn.Module, plan: Plan, observers: Sequence[object], *, compiled: bool, graphed: bool
+) -> list[Callable[[], None]]:
     factors = StepFactors()
     undo: list[Callable[[], None]] = []
     fused: set[nn.Module] = set()
@@ -89,28 +98,40 @@ class _FusedFFN(Watched):
         self, block: FFNBlock, spec: GateSpec, factors: StepFactors, observer: GateObserver | None, in_graph: bool
     ) -> None:
         assert block.up is not None
+        assert block.host is not None
         self.inner, self.outer = (block.gate.module, block.up.module), (block.down.module,)
         self.frozen = [frozen_weight(layer) for layer in (*self.inner, *self.outer)]
         self.spec, self.factors, self.observer = spec, factors, observer
+        self.bases = [layer.base_layer for layer in (*self.inner, *self.outer)]
         factors.groups += [self.inner, self.outer]
+        projections = {*self.inner, *self.outer}
+        others = [module for _, module in outside_of(block.host, projections)]
+        self.children = [(module._modules, [*module._modules.values()]) for module in others if module._modules]
+        self.dropouts = [module for module in others if isinstance(module, nn.modules.dropout._DropoutNd)]
+        self.argument = [*inspect.signature(type(block.host).forward).parameters, "", ""][1]
         # Not read from the environment while a graph is traced.
         self.in_graph = in_graph and triton_runs_on(next(self.inner[0].parameters()).device)
         self.key = key_of(observer) if in_graph and observer is not None else None
 
-    def compute(self, host: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, host: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the output."""
         compiling = torch.compiler.is_compiling()
+        x = args[0] if args else kwargs.get(self.argument)
         inside, outside = adapters_of(self.inner), adapters_of(self.outer)
         if (
             inside is None
             or outside is None
-            or not is_plain_call(args, kwargs)
-            or not (self.in_graph if compiling else triton_runs_on(x.device))
+            or len(args) + len(kwargs) != 1
+            or not isinstance(x, Tensor)
+            or not torch.is_grad_enabled()
+            or not (self.in_graph if compiling else triton_runs_on(x.device) and x.numel() and self.is_as_it_was())
+            or any(dropout.p for dropout in self.dropouts)
+            or not all(map(is_usable, self.bases))
         ):
-            return self.original(host, x, *args, **kwargs)
+            return self.original(host, *args, **kwargs)
         (a_gate, a_up), (b_gate, b_up), (a_down,), (b_down,) = *inside[:2], *outside[:2]
         if not a_gate.shape[0] == a_up.shape[0] == a_down.shape[0]:
-            return self.original(host, x, *args, **kwargs)
+            return self.original(host, *args, **kwargs)
         if compiling:
             return ffn_op.compute(x, *self.inner, *self.outer, self.spec, self.key if host.training else None)
         mask = sums = None
@@ -122,6 +143,13 @@ class _FusedFFN(Watched):
         step_factors = self.factors.get(self.inner, inside, dtype), self.factors.get(self.outer, outside, dtype)
         weights = Weights(*self.frozen, *inside.scalings, *outside.scalings, *step_factors)
         return LoRAFFN.apply(x, weights, self.spec, sums, as_bytes(mask), a_gate, b_gate, a_up, b_up, a_down, b_down)
+
+    def is_as_it_was(self) -> bool:
+        """Return whether the FFN still consists of the same modules: `unload` puts others in their place."""
+        layers = (*self.inner, *self.outer)
+        return all([*modules.values()] == children for modules, children in self.children) and all(
+            layer._modules["base_layer"] is base for layer, base in zip(layers, self.bases, strict=True)
+        )
 
     def is_observed(self) -> bool:
         """Return whether statistics of the gate are collected."""

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
 from nalora.control.blocks import FFNBlock, find_blocks
-from nalora.control.fusable import why_left_to_peft
-from nalora.control.fused_check import Agreement, compare, loss_and_gradients
+from nalora.control.fuse_arguments import check_arguments
+from nalora.control.fused_check import Agreement, compare, drops_out, loss_and_gradients
+from nalora.control.fused_report import of_base, of_layers
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
-from nalora.errors import NALoRAError, require
+from nalora.errors import NALoRAError
 from nalora.kernels.fused import linears_op
 from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import compile_layers, decoder_layers, refuse_unless_compilable
 from nalora.kernels.fused.graphed_layers import graph_layers, refuse_unless_graphable
 from nalora.kernels.fused.linears import fuse_adapters
+from nalora.kernels.fused.replaced_forward import all_or_nothing
 from nalora.kernels.statistics.engines import has_triton
 
 Base = Literal["keep", "fp8"]
@@ -53,25 +54,11 @@ def fuse(
             first steps take longer, and so does the first step of every other shape.
 
     Raises:
-        NALoRAError: a model without LoRA layers, one that is fused already, or one whose base cannot be FP8 or whose
-            layers cannot be replayed or compiled.
+        NALoRAError: a model without LoRA layers, one that is fused already or sharded, or one whose base cannot be FP8
+            or whose layers cannot be replayed or compiled. The model is then as it was before.
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
-    is_model = isinstance(model, nn.Module) and any(isinstance(module, LoraLayer) for module in model.modules())
-    fix = "model = peft.get_peft_model(model, peft.LoraConfig(target_modules='all-linear'))"
-    found = f"a {type(model).__name__} without LoRA layers" if isinstance(model, nn.Module) else type(model).__name__
-    if not is_model:
-        raise NALoRAError("fuse(model)", found=found, expected="a torch.nn.Module with PEFT LoRA layers", fix=fix)
-    require(base in ("keep", "fp8"), "fuse(base=…)", base, "'keep' or 'fp8'", "leave base out")
-    if fused_layers(model) is not None:
-        found, fix = "a model that is fused already", "call undo() on the result of the first call"
-        raise NALoRAError("fuse(model)", found=found, expected="one call for each model", fix=fix)
-    if any(is_observed(module) for module in model.modules()):
-        found, fix = "a model with NA-LoRA attached", "call fuse(model) before attach"
-        raise NALoRAError("fuse(model)", found=found, expected="a model without a controller", fix=fix)
-    if cuda_graphs and compile_layers:
-        found, fix = "cuda_graphs and compile_layers", "leave one of the two out; cuda_graphs is the faster one"
-        raise NALoRAError("fuse(model)", found=found, expected="one way to launch layers", fix=fix)
+    check_arguments(model, base, keep_base=keep_base, cuda_graphs=cuda_graphs, compile_layers=compile_layers)
     return FusedModel(model, base=base, keep_base=keep_base, cuda_graphs=cuda_graphs, compile_layers=compile_layers)
 
 
@@ -105,34 +92,43 @@ class FusedModel:
 
             self._base = convert(model, keep=keep_base)
         self._undo: list[Callable[[], None]] = []
-        self.install()
+        try:
+            self.install()
+        except BaseException:
+            if self._base is not None and self._base.can_restore:
+                self._base.restore(model)
+            raise
+        if self._base is not None:
+            self._base.commit(model)
         setattr(model, _ATTRIBUTE, self)
 
     def install(self) -> None:
         """Replace the forwards of the layers, if they are not replaced already."""
         if self._undo:
             return
+        with all_or_nothing(self.model):
+            self._undo = self._replace_forwards()
+
+    def _replace_forwards(self) -> list[Callable[[], None]]:
         factors = StepFactors()
-        self.ffns: list[FFNBlock] = []
-        for block in self._blocks:
+        undo: list[Callable[[], None]] = []
+        for block in self._blocks if has_triton() else []:
             from nalora.control.fused_ffn import fuse_ffn  # Triton may not be installed
 
             if (restore := fuse_ffn(block, factors, in_graph=self.compiles_layers)) is not None:
-                self._undo.append(restore)
-                self.ffns.append(block)
+                undo.append(restore)
         # The layers of an FFN too: on a CPU it is computed layer by layer.
         in_graph = linears_op.compute if self.compiles_layers else None
-        self._undo += fuse_adapters(self.model, factors, in_graph=in_graph)
+        undo += fuse_adapters(self.model, factors, in_graph=in_graph)
         if self.compiles_layers:
-            self._undo += compile_layers(self.model)
-        if self.graphs_layers:
-            self._undo += graph_layers(self.model, factors)
+            undo += compile_layers(self.model)
+        return undo + graph_layers(self.model, factors) if self.graphs_layers else undo
 
     def remove(self) -> None:
         """Restore PEFT's forwards; a base in FP8 stays."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
 
     def undo(self) -> None:
         """Restore PEFT's layers, and the base in its own precision.
@@ -148,9 +144,14 @@ class FusedModel:
                 expected="fuse(model, base='fp8', keep_base=True), which keeps them on the host",
                 fix="save the adapter with save_pretrained and load it onto a freshly loaded model",
             )
-        self.remove()
-        if self._base is not None:
-            self._base.restore()
+        try:
+            self.remove()
+            if self._base is not None:
+                self._base.restore(self.model)
+        except BaseException:
+            self.remove()
+            self.install()
+            raise
         vars(self.model).pop(_ATTRIBUTE, None)
 
     def check(self, batch: Mapping[str, Any]) -> Agreement:
@@ -164,22 +165,28 @@ class FusedModel:
             batch: arguments of the model, labels included, on its device.
 
         Raises:
-            NALoRAError: a batch for which the model returns no loss, or NA-LoRA is attached, which would count it.
+            NALoRAError: a batch for which the model returns no loss, nothing that is trained, or NA-LoRA is attached,
+                which would count the batch.
         """
         self._refuse_controller("check(batch)")
+        if fused_layers(self.model) is not self:
+            found, fix = "layers that undo() put back", "call fuse(model) again"
+            raise NALoRAError("check(batch)", found=found, expected="fused layers", fix=fix)
         ours = loss_and_gradients(self.model, batch)
         restored = self._base is not None and self._base.can_restore
-        self.remove()
+        own_precision = (
+            self._base.in_own_precision(self.model) if restored and self._base is not None else contextlib.nullcontext()
+        )
         try:
-            if restored and self._base is not None:
-                with self._base.in_own_precision():
-                    theirs = loss_and_gradients(self.model, batch)
-            else:
+            self.remove()
+            with own_precision:
                 theirs = loss_and_gradients(self.model, batch)
         finally:
+            self.remove()
             self.install()
         reference = "PEFT's layers" if self._base is None or restored else "PEFT's layers on the same FP8 base"
-        agreement = compare(ours, theirs, reference)
+        note = "dropout drops other elements in compiled layers" if self.compiles_layers else ""
+        agreement = compare(ours, theirs, reference, note if drops_out(self.model) else "")
         print(agreement)
         return agreement
 
@@ -200,30 +207,15 @@ class FusedModel:
             raise NALoRAError(where, found=found, expected="no controller", fix=fix)
 
     def __str__(self) -> str:
-        layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
-        left = {layer: reason for layer in layers if (reason := why_left_to_peft(layer))}
-        fused = [layer for layer in layers if layer not in left]
-        in_ffns = {projection.module for block in self.ffns for projection in block.projections.values()}
-        lines = [
-            f"Fused layers: {len(fused)} of {len(layers)} LoRA layers, {len(in_ffns & set(fused))} of them in"
-            f" {len(self.ffns)} FFNs that are one function each"
-        ]
+        if fused_layers(self.model) is not self:
+            return "Fused layers: none, since undo() was called"
+        lines = of_layers(self.model, self._blocks)
+        count = len(decoder_layers(self.model))
         if self.compiles_layers:
-            lines.append(f"  compiled: {len(decoder_layers(self.model))} decoder layers, when they are first used")
+            lines.append(f"  compiled: {count} decoder layers, when they are first used")
         if self.graphs_layers:
-            count = len(decoder_layers(self.model))
             lines.append(f"  CUDA graphs: {count} decoder layers, from the second training pass of a shape on")
-        if self._base is not None:
-            count, base = len(self._base.converted), self._base
-            memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"
-            kept = ", originals kept on the host" if base.can_restore else ""
-            error = f"rounding changes the weights by {base.error:.1%} of their norm"
-            lines.append(f"  base in FP8: {count} linear layers, {memory}{kept}; {error}")
-            lines += [f"  base not in FP8: {len(names)} layers: {reason}" for reason, names in base.left.items()]
-        lines += [f"  left to PEFT: {number} layers: {reason}" for reason, number in Counter(left.values()).items()]
-        if self._blocks and not in_ffns:
-            lines.append("  FFNs are computed layer by layer: no Triton, or a form that is not fused")
-        return "\n".join(lines)
+        return "\n".join(lines + (of_base(self._base) if self._base is not None else []))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has PEFT's own forwards."""
@@ -233,9 +225,7 @@ class FusedModel:
 
 
 def _fusable_blocks(model: nn.Module) -> list[FFNBlock]:
-    """Return the FFN blocks to fuse: none without Triton, or if a gate is observed by a controller."""
-    if not has_triton():
-        return []
+    """Return the FFN blocks of a model, without those of which a controller observes the gate."""
     try:
         blocks = find_blocks(model).blocks
     except NALoRAError:  # another kind of adapter

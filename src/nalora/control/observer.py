@@ -17,6 +17,7 @@ from nalora.control.tokens import TokenMask
 from nalora.control.window import GateWindow
 from nalora.distributed.shards import is_sharded
 from nalora.errors import NALoRAError
+from nalora.kernels.fused.foreign import ServedHook
 from nalora.kernels.inert_hook import inert_hook
 from nalora.kernels.statistics import Accumulate, Sums
 
@@ -105,7 +106,7 @@ class GateObserver:
         return (self.window.sums if self.window.admits(device) else None), mask
 
 
-class _Hook:
+class _Hook(ServedHook):
     """The forward hook on a layer. A deep copy or a pickle of the model gets an inert one in its place."""
 
     def __init__(self, observer: GateObserver, role: str) -> None:

@@ -77,7 +77,8 @@ class _StandIn(nn.Module):
     def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
         self.input = x
         assert self.output is not None
-        return self.output.reshape(*x.shape[:-1], self.out_features)
+        # A copy, which the module may change in place.
+        return self.output.reshape(*x.shape[:-1], self.out_features).clone()
 
 
 class Replica:
@@ -171,10 +172,10 @@ class Replica:
         start = _both_signs(_TOKENS, self.stand_ins[part.source].out_features, torch.Generator().manual_seed(3))
         start = start[:, part.rows].to(self.device)
         # Points on both sides of zero, since a hard gate is linear on either side.
-        low, middle, high = (self._with_rows(consumer, {part: start * by}) for by in (1.0, 0.25, -0.5))
+        low, middle, high = (self.with_rows(consumer, {part: start * by}) for by in (1.0, 0.25, -0.5))
         return not torch.allclose(middle, (low + high) / 2, rtol=1e-3, atol=1e-3)
 
-    def _with_rows(self, consumer: nn.Module, rows: dict[Part, Tensor]) -> Tensor:
+    def with_rows(self, consumer: nn.Module, rows: dict[Part, Tensor]) -> Tensor:
         """Return the consumer's input for these rows of some parts; gradients flow through them."""
         tokens = next(iter(rows.values())).shape[0]
         outputs: dict[nn.Module, Tensor] = {}
@@ -190,22 +191,23 @@ class Replica:
             outputs[part.source] = outputs[part.source].scatter(-1, at, values)
         return self.run(outputs, tokens)[consumer].reshape(tokens, -1)
 
-    def _rows_of(self, part: Part) -> int:
+    def rows_of(self, part: Part) -> int:
+        """Return the number of a part's rows."""
         return len(range(*part.rows.indices(self.stand_ins[part.source].out_features)))
 
     def activation(self, consumer: nn.Module, gate: Part, up: Part | None) -> Callable[[Tensor], Tensor]:
         """Return φ as an elementwise function: its argument replaces the gate's rows, with the up projection at 1."""
-        width = self._rows_of(gate)
+        width = self.rows_of(gate)
 
         def phi(z: Tensor) -> Tensor:
             values = z.to(self.device, torch.float32 if z.dtype != torch.float64 else torch.float64).reshape(-1)
             padded = torch.nn.functional.pad(values, (0, -values.numel() % width)).reshape(-1, width)
             if up is None:
-                h = self._with_rows(consumer, {gate: padded})
+                h = self.with_rows(consumer, {gate: padded})
             else:
                 one, zero = torch.ones_like(padded), torch.zeros_like(padded)
-                h = self._with_rows(consumer, {gate: padded, up: one})
-                h = h - self._with_rows(consumer, {gate: padded, up: zero})
+                h = self.with_rows(consumer, {gate: padded, up: one})
+                h = h - self.with_rows(consumer, {gate: padded, up: zero})
             return h.reshape(-1)[: values.numel()].reshape(z.shape).to(z)
 
         return phi
@@ -223,8 +225,8 @@ class Replica:
     def up_offset(self, consumer: nn.Module, gate: Part, up: Part) -> float:
         """Return b in φ(z) ⊙ (u + b); 1 in gpt-oss and 0 in all other models."""
         phi = self.activation(consumer, gate, up)
-        z = torch.full((1, self._rows_of(gate)), 1.5, device=self.device)
-        with_zero = self._with_rows(consumer, {gate: z, up: torch.zeros_like(z)})
+        z = torch.full((1, self.rows_of(gate)), 1.5, device=self.device)
+        with_zero = self.with_rows(consumer, {gate: z, up: torch.zeros_like(z)})
         return round((with_zero / phi(z)).median().item(), 4)
 
 

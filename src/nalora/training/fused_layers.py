@@ -38,7 +38,7 @@ def refuse_unless_fused_layers_fit(run: Run, device: str) -> None:
     refuse_all("base: fp8", "a frozen base below LoRA adapters, in one process", problems)
     if not has_triton():
         raise missing_package("base: fp8", "triton", "for its kernels", instead=", or leave base out")
-    from nalora.kernels.fused.fp8_base import refuse_unless_supported
+    from nalora.kernels.fused.fp8_refusals import refuse_unless_supported
 
     refuse_unless_supported(torch.device(device))
 

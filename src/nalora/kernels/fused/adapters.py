@@ -7,7 +7,8 @@ forward pass begins, and the LoRA scaling is folded into A.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight
 from nalora.kernels.inert_hook import inert_hook
+
+_state = attrgetter("_version", "requires_grad")
 
 
 class Factors(NamedTuple):
@@ -35,22 +38,43 @@ class Adapters(NamedTuple):
 
 def only_adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     """Return (A, B, scaling) if exactly one plain adapter is active in the layer, else None."""
-    if layer.disable_adapters or layer.merged:
+    if layer.disable_adapters or layer.merged_adapters:
         return None
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1 or active[0] in layer.lora_variant:
+    active = layer.active_adapters
+    # nn.Module looks an attribute up in three dictionaries; torch.compile shares graphs between layers by attributes.
+    read = getattr if torch.compiler.is_compiling() else _submodule
+    every_a = read(layer, "lora_A")
+    if len(active) != 1:
+        active = [name for name in active if name in every_a]
+    if len(active) != 1 or active[0] not in every_a or active[0] in layer.lora_variant:
         return None
     (name,) = active
-    dropout, a, b = layer.lora_dropout[name], layer.lora_A[name], layer.lora_B[name]
+    dropout, a, b = read(layer, "lora_dropout")[name], every_a[name], read(layer, "lora_B")[name]
     if (layer.training and getattr(dropout, "p", 0)) or b.bias is not None:
         return None
     return a.weight, b.weight, layer.scaling[name]
+
+
+def _submodule(layer: nn.Module, name: str) -> Any:
+    return layer._modules[name]._modules
+
+
+def is_usable(base: nn.Module) -> bool:
+    """Return whether a base layer is still frozen, and not offloaded to where accelerate keeps weights."""
+    if torch.compiler.is_compiling():
+        return not any(p.requires_grad for p in base.parameters())
+    return not any(p is not None and (p.requires_grad or p.is_meta) for p in base._parameters.values())
 
 
 def adapters_of(layers: tuple[nn.Module, ...]) -> Adapters | None:
     """Return the `only_adapter` of each layer, None if a layer has none."""
     adapters = [only_adapter(layer) for layer in layers]
     return None if None in adapters else Adapters(*zip(*adapters, strict=True))
+
+
+def state_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what changes when a factor is changed in place or replaced, or begins or ceases to be trained."""
+    return (*map(id, a), *map(id, b), *map(_state, a), *map(_state, b))
 
 
 def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
@@ -72,7 +96,9 @@ def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
 
 def cast(groups: list[Adapters], dtype: torch.dtype) -> list[Factors]:
     """Return the factors of every group in the given dtype."""
-    factors = []
+    factors: list[Factors] = []
+    if not groups:
+        return factors
     for group in groups:
         rank, first = sum(a.shape[0] for a in group.a), group.a[0]
         a = torch.empty(rank, first.shape[1], dtype=dtype, device=first.device)
@@ -90,11 +116,13 @@ class StepFactors:
     """Casts all groups once in each forward pass of the model, when the first of them is needed.
 
     Outside a forward pass, when a checkpointed segment is recomputed, a group is cast alone: earlier results may be
-    out of date.
+    out of date. So is a group whose adapters changed inside the pass.
     """
 
     def __init__(self) -> None:
         self.groups: list[tuple[nn.Module, ...]] = []
+        # Called when a pass begins or ends.
+        self.on_pass: list[Callable[[], None]] = []
         self.begin_or_end(False)
 
     def attach(self, model: nn.Module) -> list[Callable[[], None]]:
@@ -107,7 +135,10 @@ class StepFactors:
         """Note that a forward pass of the model begins or ends; results of the one before are dropped."""
         self._in_pass = in_pass
         self._dtype: torch.dtype | None = None
-        self._cast: dict[tuple[nn.Module, ...], Factors] = {}
+        # With the adapters' state when they were cast.
+        self._cast: dict[tuple[nn.Module, ...], tuple[Factors, tuple[Any, ...]]] = {}
+        for forget in self.on_pass:
+            forget()
 
     @torch.no_grad()
     def get(self, layers: tuple[nn.Module, ...], adapters: Adapters, dtype: torch.dtype) -> Factors:
@@ -115,10 +146,18 @@ class StepFactors:
         if self._in_pass and self._dtype is None:
             self._dtype = dtype
             plain = {group: each for group in self.groups if (each := adapters_of(group)) is not None}
-            self._cast = dict(zip(plain, cast([*plain.values()], dtype), strict=True))
+            states = [_state_with_scalings(each) for each in plain.values()]
+            factors = cast([*plain.values()], dtype)
+            self._cast = dict(zip(plain, zip(factors, states, strict=True), strict=True))
         if self._dtype is dtype and layers in self._cast:
-            return self._cast[layers]
+            factors_of_group, state = self._cast[layers]
+            if state == _state_with_scalings(adapters):
+                return factors_of_group
         return cast([adapters], dtype)[0]
+
+
+def _state_with_scalings(adapters: Adapters) -> tuple[Any, ...]:
+    return (*state_of(adapters.a, adapters.b), adapters.scalings)
 
 
 class _PassHook:

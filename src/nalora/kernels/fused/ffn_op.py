@@ -16,8 +16,8 @@ from nalora.kernels.fused.collectors import collector_of
 from nalora.kernels.fused.gated import GateSpec
 from nalora.kernels.fused.linears_op import frozen_layers, stored_tensors
 from nalora.kernels.fused.lora_ffn import Saved, Weights, ffn_backward, ffn_forward
-from nalora.kernels.fused.lora_linear import compute_dtype
-from nalora.kernels.fused.operators import cast_in_graph, define, differentiate, in_shape
+from nalora.kernels.fused.lora_linear import compute_dtype, in_shape
+from nalora.kernels.fused.operators import cast_in_graph, define, differentiate
 from nalora.kernels.statistics.triton_engine import as_bytes
 
 

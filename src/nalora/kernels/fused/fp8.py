@@ -19,6 +19,8 @@ from torch import Tensor
 
 CODES = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest finite number of e4m3
+# 2⁻¹⁰⁰: below it the inverse of a scale would overflow, and numbers that small are rounded to zero.
+SMALLEST = 7.888609052210118e-31
 _TRANSPOSED_TILE = 64
 
 
@@ -36,8 +38,8 @@ class Quantised(NamedTuple):
 def quantise_rows(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     """Quantise each row of x, after multiplying its columns by `column_scales`, if given.
 
-    A row's largest magnitude is mapped to 448. A row of zeros has the scale 1, and a number that is not finite makes
-    its row not finite, so that a training that diverges is noticed.
+    A row's largest magnitude is mapped to 448, or a tiny one to less. A row of zeros has the scale 1, and a number that
+    is not finite makes its row not finite, so that a training that diverges is noticed.
     """
     if x.is_cuda:
         return quantise_rows_by_triton(x, column_scales)
@@ -45,7 +47,7 @@ def quantise_rows(x: Tensor, column_scales: Tensor | None = None) -> Quantised:
     if column_scales is not None:
         values = values * column_scales
     largest = values.abs().amax(dim=1, keepdim=True)
-    largest = torch.where(largest == 0, LARGEST, largest)
+    largest = torch.where(largest == 0, LARGEST, largest.clamp(min=SMALLEST))
     return Quantised((values * (LARGEST / largest)).to(CODES), largest / LARGEST)
 
 
@@ -62,7 +64,7 @@ def _quantise_kernel(
     if SCALED:
         values *= tl.load(column_scales_ptr + j, mask=inside, other=0.0)
     largest = tl.max(tl.abs(values), axis=0)
-    largest = tl.where(largest == 0.0, 448.0, largest)
+    largest = tl.where(largest == 0.0, 448.0, tl.where(largest < 7.888609052210118e-31, 7.888609052210118e-31, largest))
     codes = (values * (448.0 / largest)).to(tl.float8e4nv)
     tl.store(codes_ptr + row * columns + j, codes, mask=inside)
     tl.store(scales_ptr + row, largest / 448.0)

@@ -6,7 +6,7 @@ use its weight directly. Gradients flow to the input; the weight is not trainabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nalora.kernels.fused import fp8
 from nalora.kernels.fused.fp8 import Quantised, quantise_rows
 from nalora.kernels.fused.frozen import FrozenWeight, Rows, SummedWeight
-from nalora.kernels.fused.lora_linear import compute_dtype
+from nalora.kernels.fused.lora_linear import compute_dtype, in_shape
 
 
 class FP8Weight(SummedWeight):
@@ -74,6 +74,10 @@ class FP8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output in the dtype of computation, autocast included."""
+        if not x.numel():
+            dtype = compute_dtype(x)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return nn.functional.linear(x.to(dtype), self.weight.to(dtype), bias)
         y: Tensor = _Product.apply(x.to(compute_dtype(x)), self.quantised)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -87,6 +91,49 @@ class FP8Linear(nn.Module):
         if self.kept is not None:
             destination[prefix + "weight"] = self.kept
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Linear:
+        """Move the layer, and note a new dtype of the model, in which the original weight is put back."""
+        super()._apply(fn, recurse)
+        dtype = fn(torch.empty(0, dtype=self.original_dtype)).dtype
+        if dtype is not self.original_dtype and dtype.is_floating_point:
+            self.original_dtype = dtype
+            self.kept = None if self.kept is None else self.kept.to(dtype)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load a weight in its own precision, as it is saved if it was kept; without one the codes stay."""
+        own: dict[str, Tensor] = {} if self.bias is None else {"bias": self.bias.data}
+        if self.kept is not None or prefix + "weight" in state_dict:
+            own["weight"] = self.weight
+        for name, target in own.items():
+            loaded = state_dict.get(prefix + name)
+            if loaded is None:
+                missing_keys.append(prefix + name)
+            elif loaded.shape != target.shape:
+                error_msgs.append(f"{prefix}{name}: shape {tuple(loaded.shape)}, expected {tuple(target.shape)}")
+            else:
+                target.copy_(loaded)
+                if name == "weight":
+                    self._store(loaded.to(target))
+        found = (key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in own)
+        unexpected_keys.extend(found if strict else ())
+
+    def _store(self, weight: Tensor) -> None:
+        codes, scales = quantise_rows(weight)
+        self.codes.data.copy_(codes.view(torch.uint8))
+        self.scale_bits.data.copy_(scales.view(torch.int32))
+        if self.kept is not None:
+            self.kept.copy_(weight)
+
 
 class _Product(torch.autograd.Function):
     """x Wᵀ, with a gradient for x."""
@@ -95,7 +142,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Quantised) -> Tensor:
         ctx.weight = weight
         y = fp8.product(quantise_rows(x.reshape(-1, x.shape[-1])), weight, x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return in_shape(y, x.shape)
 
     @staticmethod
     @once_differentiable

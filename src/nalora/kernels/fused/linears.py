@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nalora.kernels.fused.adapters import StepFactors, adapters_of, frozen_weight, only_adapter
+from nalora.kernels.fused.adapters import Adapters, StepFactors, frozen_weight, is_usable, only_adapter, state_of
+from nalora.kernels.fused.foreign import code_inside, replaced_forward
 from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
@@ -59,9 +60,11 @@ def fuse_linears(
     parent: nn.Module, layers: dict[str, nn.Module], factors: StepFactors, in_graph: InGraph | None = None
 ) -> list[Callable[[], None]]:
     """Fuse some children of a module, those with the same input together; return functions that undo it."""
-    weights = {name: weight for name, layer in layers.items() if (weight := frozen_weight(layer)) is not None}
+    own = {name: layer for name, layer in layers.items() if not (replaced_forward(layer) or code_inside(layer))}
+    weights = {name: weight for name, layer in own.items() if (weight := frozen_weight(layer)) is not None}
     groups = children_sharing_input(parent) if weights else []
-    shared = [[name for name in names if name in weights] for names in groups]
+    # A group may be of layers without an adapter.
+    shared = [known for names in groups if (known := [name for name in names if name in weights])]
     in_groups = {name for names in shared for name in names}
     undo = []
     for names in (*shared, *([name] for name in weights if name not in in_groups)):
@@ -100,32 +103,53 @@ class LinearGroup:
         self, weights: dict[nn.Module, FrozenWeight], factors: StepFactors, in_graph: InGraph | None = None
     ) -> None:
         self.weights, self.factors = weights, factors
+        self.bases: dict[nn.Module, nn.Module] = {layer: layer.base_layer for layer in weights}
         factors.groups.append(tuple(weights))
         self.input: weakref.ref[Tensor] | None = None
-        self.version = 0
-        self.pending: dict[nn.Module, Tensor] = {}
+        self.state: tuple[Any, ...] = ()
+        self.pending: dict[nn.Module, tuple[Tensor, tuple[Any, ...]]] = {}
+        if len(weights) > 1:
+            factors.on_pass.append(self.forget)
         self.layers, self.in_graph = tuple(weights), in_graph
         self.traced_input: Tensor | None = None
         self.traced: dict[int, Tensor] = {}
 
+    def forget(self) -> None:
+        """Drop results that no layer asked for in a pass: they would keep its whole graph alive."""
+        self.pending = {}
+
     def compute(self, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Return the layer's output for x; None unless exactly one plain adapter is active in the layer."""
-        if layer in self.pending and self.input is not None and self.input() is x and self.version == x._version:
-            return self.pending.pop(layer)
-        layers = tuple(member for member in self.weights if only_adapter(member) is not None)
-        if layer not in layers:
+        own = self.adapter(layer)
+        if own is None or not x.numel() or x.is_inference():
             return None
-        self.input, self.version = weakref.ref(x), x._version
-        adapters = adapters_of(layers)
-        assert adapters is not None
+        dtype = compute_dtype(x)
+        state = (x._version, x.requires_grad, dtype)
+        if layer in self.pending and self.input is not None and self.input() is x and self.state == state:
+            output, adapter = self.pending.pop(layer)
+            if adapter == _state_of(own):
+                return output
+        members = [(member, self.adapter(member)) for member in self.weights]
+        plain = {member: adapter for member, adapter in members if adapter is not None}
+        layers, adapters = tuple(plain), Adapters(*zip(*plain.values(), strict=True))
+        self.input, self.state = weakref.ref(x), state
         frozen = tuple(
-            FrozenLinear(self.weights[member], member.base_layer.bias, scaling)
+            FrozenLinear(self.weights[member], self.bases[member].bias, scaling)
             for member, scaling in zip(layers, adapters.scalings, strict=True)
         )
-        factors = self.factors.get(layers, adapters, compute_dtype(x))
+        factors = self.factors.get(layers, adapters, dtype)
         parameters = (factor for pair in zip(adapters.a, adapters.b, strict=True) for factor in pair)
-        self.pending = dict(zip(layers, LoRALinears.apply(x, frozen, factors, *parameters), strict=True))
-        return self.pending.pop(layer)
+        outputs = LoRALinears.apply(x, frozen, factors, *parameters)
+        if len(layers) == 1:
+            return outputs[0]
+        states = map(_state_of, plain.values())
+        self.pending = dict(zip(layers, zip(outputs, states, strict=True), strict=True))
+        return self.pending.pop(layer)[0]
+
+    def adapter(self, layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+        """Return the only adapter of a layer whose base is still the same frozen layer, else None."""
+        base = self.bases[layer]
+        return only_adapter(layer) if layer._modules["base_layer"] is base and is_usable(base) else None
 
     def trace(self, index: int, x: Tensor) -> Tensor | None:
         """Return the output of the layer at an index while a graph is traced; None if PEFT's forward computes it.
@@ -135,7 +159,7 @@ class LinearGroup:
         if self.in_graph is None:
             return None
         if self.traced_input is not x or index not in self.traced:
-            plain = [i for i, layer in enumerate(self.layers) if only_adapter(layer) is not None]
+            plain = [i for i, layer in enumerate(self.layers) if only_adapter(layer) and is_usable(layer.base_layer)]
             if index not in plain:
                 return None
             outputs = self.in_graph(x, [self.layers[i] for i in plain])
@@ -144,6 +168,11 @@ class LinearGroup:
         if not self.traced:
             self.traced_input = None
         return output
+
+
+def _state_of(adapter: tuple[Tensor, Tensor, float]) -> tuple[Any, ...]:
+    a, b, scaling = adapter
+    return (*state_of((a,), (b,)), scaling)
 
 
 def children_sharing_input(parent: nn.Module) -> list[list[str]]:

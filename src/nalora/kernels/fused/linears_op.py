@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from nalora.kernels.fused.adapters import Factors, adapters_of
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight
-from nalora.kernels.fused.lora_linear import FrozenLinear, compute_dtype, linears_backward, linears_forward
-from nalora.kernels.fused.operators import cast_in_graph, define, differentiate, in_shape
+from nalora.kernels.fused.lora_linear import FrozenLinear, compute_dtype, in_shape, linears_backward, linears_forward
+from nalora.kernels.fused.operators import cast_in_graph, define, differentiate
 
 
 def compute(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from nalora.kernels.fused import gated
 from nalora.kernels.fused.adapters import Factors
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight, Rows, input_gradient
 from nalora.kernels.fused.gated import GateSpec, LowRank
-from nalora.kernels.fused.lora_linear import product_as, scaled_rows
+from nalora.kernels.fused.lora_linear import in_shape, product_as, scaled_rows
 from nalora.kernels.statistics import Sums
 
 
@@ -135,7 +135,7 @@ class LoRAFFN(torch.autograd.Function):
         # Without the factors, which are already among the saved tensors.
         ctx.weights, ctx.spec, ctx.shape = weights[:6], spec, x.shape
         ctx.dtypes = x.dtype, factors[0].dtype
-        return y.view(x.shape)
+        return in_shape(y, x.shape)
 
     @staticmethod
     @once_differentiable

@@ -41,6 +41,17 @@ def product_as(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
+def in_shape(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return rows [tokens, width] with the leading dimensions of a shape.
+
+    The result is no view: autograd refuses to change a view that a function returned in place, as in `y += residual`.
+    """
+    if len(shape) == 2:
+        return rows
+    output: Tensor = torch.ops.aten._unsafe_view.default(rows, [*shape[:-1], rows.shape[-1]])
+    return output
+
+
 def scaled_rows(stacked: Tensor, ranks: Sequence[int], scalings: Sequence[float]) -> Tensor:
     """Return the stacked gradients of A from those of s·A, computed in place."""
     if len(set(scalings)) == 1:
@@ -104,7 +115,7 @@ class LoRALinears(torch.autograd.Function):
         ctx.save_for_backward(rows, projected, factors.a, *factors.b)
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, parameters[0].dtype)
-        return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
+        return tuple(in_shape(y, x.shape) for y in outputs)
 
     @staticmethod
     @once_differentiable
@@ -117,7 +128,9 @@ class LoRALinears(torch.autograd.Function):
             rows, projected, Factors(a, tuple(b)), ctx.layers, grads,
             factor_dtype=factor_dtype, needs_dx=ctx.needs_input_grad[0],
         )  # fmt: skip
-        da = stacked.split([factor.shape[1] for factor in b])
+        # An adapter whose output was not used has no gradient: weight decay leaves it alone then.
+        pieces = stacked.split([factor.shape[1] for factor in b])
+        da = [None if dy is None else piece for dy, piece in zip(dys, pieces, strict=True)]
         dx = None if dx is None else dx.view(ctx.shape).to(x_dtype)
         return dx, None, None, *(grad for pair in zip(da, db, strict=True) for grad in pair)
 

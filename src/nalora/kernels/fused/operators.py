@@ -5,11 +5,10 @@ Their implementations trust their callers: `custom_op` compares all inputs and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nalora.kernels.fused.adapters import Adapters, Factors
 
@@ -36,8 +35,3 @@ def cast_in_graph(adapters: Adapters, dtype: torch.dtype) -> Factors:
     """
     scaled = [a.detach() * scaling for a, scaling in zip(adapters.a, adapters.scalings, strict=True)]
     return Factors(torch.cat(scaled).to(dtype), tuple(b.detach().to(dtype) for b in adapters.b))
-
-
-def in_shape(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return rows [tokens, width] with the leading dimensions of a shape."""
-    return rows.view(*shape[:-1], rows.shape[-1])

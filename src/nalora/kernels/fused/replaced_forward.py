@@ -8,9 +8,10 @@ again for every layer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -60,10 +61,40 @@ def replace_forward(module: nn.Module, replacement: Replacement) -> Callable[[],
     return restore
 
 
+@contextlib.contextmanager
+def all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Put the forwards in a model and the hooks on it back if the block is interrupted or fails."""
+    forwards = [(vars(m), vars(m).get("forward"), vars(m).get(_ATTRIBUTE)) for m in model.modules()]
+    registries = [value for name, value in vars(model).items() if "_hooks" in name and isinstance(value, dict)]
+    hooks = [(registry, dict(registry)) for registry in registries]
+    try:
+        yield
+    except BaseException:
+        for attributes, *values in forwards:
+            for name, value in zip(("forward", _ATTRIBUTE), values, strict=True):
+                attributes.pop(name, None)
+                if value is not None:
+                    attributes[name] = value
+        for registry, before in hooks:
+            registry.clear()
+            registry.update(before)
+        raise
+
+
 def replaced_by(module: nn.Module) -> Replacement | None:
     """Return what computes the module's forward in place of the forward of its class."""
     replacement: Replacement | None = vars(module).get(_ATTRIBUTE)
     return replacement
+
+
+def forward_below(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that this instance has, or had before it was replaced here; None for that of its class."""
+    forward, replacement = vars(module).get("forward"), replaced_by(module)
+    while replacement is not None:
+        forward, replacement = replacement.before, replacement.below
+    # A copy's method is one of those below, and a pickle's the one of the class.
+    own = (_forward_of(type(module)), type(module).forward)
+    return None if getattr(forward, "__func__", None) in own else forward
 
 
 @functools.cache
