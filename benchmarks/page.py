@@ -9,6 +9,7 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
+import details_page
 import figures
 import harness
 import peers_page
@@ -52,7 +53,15 @@ def main() -> None:
 
 def page(rows: list[Row]) -> str:
     """Return the page; what was not measured is not on it."""
-    beside = (peers_page.beside_peers, peers_page.by_rank, peers_page.profiles, peers_page.tiles)
+    beside = (
+        peers_page.beside_peers,
+        peers_page.by_rank,
+        peers_page.profiles,
+        details_page.launches,
+        details_page.in_trainer,
+        details_page.fp8_gradients,
+        peers_page.tiles,
+    )
     alone = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, generation)
     return "\n".join([HEAD, *(line for section in (*beside, *alone) for line in section(rows))]) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import details_page
 import harness
 import page
 import peers_page
@@ -30,32 +31,34 @@ def test_goals_are_marked():
     rows = [
         row("PEFT LoRA", 400.0, 48.0), row("Unsloth", 270.0, 30.0),
         row("Axolotl's LoRA kernels", None, note="missing: x"),
-        row("NA-LoRA, everything on", 250.0, 29.0), row("NA-LoRA, everything on, FP8 base", 210.0, 20.0),
+        row(peers_page.GRAPHS, 250.0, 29.0), row(peers_page.FP8_GRAPHS, 210.0, 20.0),
     ]  # fmt: skip
     text = lines(peers_page.beside_peers, rows)
-    assert "everything on: time relative to PEFT LoRA 0.625, goal ≤ 0.63: reached" in text
-    assert "everything on: time relative to Unsloth 0.926, goal ≤ 0.93: reached" in text
-    assert "FP8 base: time relative to PEFT LoRA 0.525, goal ≤ 0.52: **not reached**" in text
-    assert "FP8 base: memory relative to PEFT LoRA 0.417, goal ≤ 0.5: reached" in text
+    assert "everything on, cuDNN attention, CUDA graphs: time relative to PEFT LoRA 0.625, goal ≤ 0.63: reached" in text
+    assert "everything on, cuDNN attention, CUDA graphs: time relative to Unsloth 0.926, goal ≤ 0.93: reached" in text
+    assert (
+        "FP8 base, cuDNN attention, CUDA graphs: time relative to PEFT LoRA 0.525, goal ≤ 0.52: **not reached**" in text
+    )
+    assert "FP8 base, cuDNN attention, CUDA graphs: memory relative to PEFT LoRA 0.417, goal ≤ 0.5: reached" in text
     assert "| Axolotl's LoRA kernels | missing: x |" in text
 
 
 def test_ratios_are_within_a_run():
     rows = [row("PEFT LoRA", 400.0), row("Unsloth", 200.0), row("PEFT LoRA", 100.0, run="b"),
-            row("NA-LoRA, everything on", 60.0, run="b"), row("Unsloth", None, run="b", note="failed: x")]  # fmt: skip
+            row(peers_page.GRAPHS, 60.0, run="b"), row("Unsloth", None, run="b", note="failed: x")]  # fmt: skip
     text = lines(peers_page.beside_peers, rows)
     assert "relative to PEFT LoRA 0.600" in text
-    assert "everything on: time relative to Unsloth" not in text
+    assert "CUDA graphs: time relative to Unsloth" not in text
     # A failure does not hide the time of an earlier run.
     assert "| Unsloth | 200.0" in text
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(280.0, "1.120, goal ≤ 1.12: reached"), (290.0, "**not reached**")])
 def test_step_by_rank(slow, verdict):
-    rows = [row("NA-LoRA, everything on", 250.0, 29.0), row("PEFT LoRA", 400.0, 48.0)]
+    rows = [row(peers_page.GRAPHS, 250.0, 29.0), row("PEFT LoRA", 400.0, 48.0)]
     assert lines(peers_page.by_rank, rows) == ""
     large = SETTING.replace("r=8", "r=128")
-    rows += [row("NA-LoRA, everything on", slow, 33.0, large, "b"), row("PEFT LoRA", 500.0, 52.0, large, "b")]
+    rows += [row(peers_page.GRAPHS, slow, 33.0, large, "b"), row("PEFT LoRA", 500.0, 52.0, large, "b")]
     text = lines(peers_page.by_rank, rows)
     assert "| variant | r = 8 | r = 128 |" in text
     assert verdict in text
@@ -90,3 +93,25 @@ def test_tiles_by_rank():
     rows = [row(name, ms, setting="forward, r=64", question=peers_page.TILES, note=tile)
             for name, ms, tile in (("now", 0.2, "Tile(16)"), ("fastest", 0.1, "Tile(32)"))]  # fmt: skip
     assert "| forward, r=64 | Tile(16) | 200.0 | Tile(32) | 100.0 |" in lines(peers_page.tiles, rows)
+
+
+def test_launches_small_models_and_gradients_have_their_tables():
+    where = "tiny shapes, 1x64"
+    rows = [row(part, ms, setting=f"{where}: PEFT LoRA", question=peers_page.LAUNCHES)
+            for part, ms in (("forward", 70.0), ("step", 160.0))]  # fmt: skip
+    assert "| PEFT LoRA | 70.0 | 160.0 |" in lines(details_page.launches, rows)
+    rows = [row(name, ms, question=details_page.IN_TRAINER) for name, ms in (("eager", 200.0), ("graphs", 50.0))]
+    assert "| graphs | 50.0 (50.0 … 50.0) | 4.00 |" in lines(details_page.in_trainer, rows)
+    whole = {
+        "loss_difference": "0.01",
+        "gradient_error": "0.27",
+        "worst_layer": "layers.1.q_proj",
+        "worst_cosine": "0.8",
+    }
+    rows = [row("q_proj", 0.96, question=details_page.FP8_GRADIENTS, worst_cosine="0.8"),
+            row("all layers", None, question=details_page.FP8_GRADIENTS, **whole)]  # fmt: skip
+    text = lines(details_page.fp8_gradients, rows)
+    assert "| q_proj | 0.960 | 0.960 … 0.960 | 0.800 |" in text
+    assert "by 27% of their norm" in text
+    for section in (details_page.launches, details_page.in_trainer, details_page.fp8_gradients):
+        assert lines(section, [row("PEFT LoRA", 1.0)]) == ""

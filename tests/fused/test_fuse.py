@@ -13,7 +13,7 @@ import transformers
 from torch.optim import AdamW
 
 import nalora
-from nalora.kernels.fused import fp8_base
+from nalora.kernels.fused import fp8_base, fp8_refusals
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -315,6 +315,6 @@ def test_what_cannot_be_fp8_is_refused_by_name_and_left_unchanged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(nalora.NALoRAError, match="NVIDIA A100, of compute capability 8.0"):
-        fp8_base.refuse_unless_supported(torch.device("cuda"))
+        fp8_refusals.refuse_unless_supported(torch.device("cuda"))
     with pytest.raises(nalora.NALoRAError, match="a model on mps"):
-        fp8_base.refuse_unless_supported(torch.device("mps"))
+        fp8_refusals.refuse_unless_supported(torch.device("mps"))

@@ -1,0 +1,51 @@
+"""Sections of docs/performance.md about launches, gradients with an FP8 base, and small models in a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peers_page import LAUNCHES, Row, latest
+
+FP8_GRADIENTS, IN_TRAINER = "gradients with an FP8 base", "small model in Trainer"
+
+
+def launches(rows: list[Row]) -> Iterator[str]:
+    """Yield how long Python launches a step, by variant and part."""
+    by_setting = latest(rows, LAUNCHES)
+    if by_setting:
+        where = next(iter(by_setting)).partition(": ")[0]
+        yield f"\n## Time to launch a step: {where}\n\n`python benchmarks/launch_time.py`. The batch is so small that"
+        yield "the GPU waits for Python; a step with a large batch takes at least this long. Milliseconds.\n"
+        parts = list(next(iter(by_setting.values())))
+        yield f"| variant | {' | '.join(parts)} |\n|---|{'---|' * len(parts)}"
+    for setting, groups in by_setting.items():
+        cells = " | ".join(f"{float(groups[part]['p50']):.1f}" for part in parts)
+        yield f"| {setting.partition(': ')[2]} | {cells} |"
+
+
+def fp8_gradients(rows: list[Row]) -> Iterator[str]:
+    """Yield the cosines of gradients on an FP8 base with those on the base in its own precision, by projection."""
+    for setting, variants in latest(rows, FP8_GRADIENTS).items():
+        whole = variants["all layers"]
+        difference, error = float(whole["loss_difference"]), float(whole["gradient_error"])
+        yield f"\n## Gradients with an FP8 base: {setting}\n\n`python benchmarks/fp8_gradients.py`, {whole['device']},"
+        yield f"commit {whole['commit']}. Cosines of each layer's gradients with those on the base in its own"
+        yield f"precision. The loss differs by {difference:.1%}, all gradients together by {error:.0%} of their norm;"
+        yield f"the lowest cosine is that of {whole['worst_layer']}.\n"
+        yield "| projection | median of the layers | p20 … p80 | lowest |\n|---|---|---|---|"
+        for name, row in variants.items():
+            if row["p50"]:
+                middle = f"{float(row['p50']):.3f} | {float(row['p20']):.3f} … {float(row['p80']):.3f}"
+                yield f"| {name} | {middle} | {float(row['worst_cosine']):.3f} |"
+
+
+def in_trainer(rows: list[Row]) -> Iterator[str]:
+    """Yield the steps of a small model in `transformers.Trainer`."""
+    for setting, variants in latest(rows, IN_TRAINER).items():
+        eager = float(next(iter(variants.values()))["p50"])
+        yield f"\n## A small model in Trainer: {setting}\n\n`python benchmarks/trainer_graphs.py`. A step is everything"
+        yield "between the starts of two steps of `Trainer.train()`. The goal is a speed-up of 3.\n"
+        yield "| variant | ms (p20 … p80) | speed-up |\n|---|---|---|"
+        for name, row in variants.items():
+            spread = f"{float(row['p50']):.1f} ({float(row['p20']):.1f} … {float(row['p80']):.1f})"
+            yield f"| {name} | {spread} | {eager / float(row['p50']):.2f} |"
