@@ -21,12 +21,9 @@ import harness
 
 HERE = Path(__file__).parent
 # What the goals compare; the other variants are measured once, at 4 x 1,024 with rank 8.
-MAIN = [
-    "PEFT LoRA + Liger", "Unsloth", "NA-LoRA, everything on", "nalora.fuse + Liger",
-    "NA-LoRA, everything on, FP8 base",
-]  # fmt: skip
-COMPILED = "nalora.fuse + Liger's loss, compiled layers"
-LONG = [*MAIN, "NA-LoRA, fused LoRA layers, PyTorch's loss"]
+LONG = ["PEFT LoRA + Liger", "NA-LoRA, everything on", "NA-LoRA, everything on, FP8 base"]
+MAIN = ["Unsloth", *LONG, *(f"{name}, cuDNN attention, CUDA graphs" for name in LONG[1:])]
+COMPILED = "NA-LoRA + Liger's loss, compiled layers, cuDNN attention"
 # Enough for the model to be built and for each variant's first round, whose kernels are compiled.
 GRACE = 60
 SHORTEST = 90
@@ -51,6 +48,10 @@ COMMANDS = [
     step("bf16 and FP8, 4 x 1,024", 600),
     Command("profile", 150, ("profile_step.py", "NA-LoRA, everything on", "Unsloth", "PEFT LoRA", COMPILED)),
     Command("profile of FP8", 120, ("profile_step.py", "NA-LoRA, everything on, FP8 base")),
+    # The losses of 200 steps, and Trainer with and without its check of every loss: measured least so far.
+    Command("loss curves", 180, ("loss_curves.py",)),
+    Command("small model in Trainer", 90, ("trainer_graphs.py",)),
+    Command("small model in Trainer, no loss filter", 90, ("trainer_graphs.py", "--no-loss-filter")),
     step("rank 128", 180, "--rank", "128", only=MAIN),
     step("1 x 16,384", 240, "--batch", "1", "--length", "16384", "--checkpointing", "--rounds", "2", "--steps", "4",
          only=LONG),
@@ -76,6 +77,8 @@ def perform(command: Command, folder: Path, seconds: float, program: str = sys.e
     script, *options = command.arguments
     # The check writes no rows.
     rows = [] if "--check" in options else ["--rows", str(folder / "rows.csv")]
+    if script == "loss_curves.py":
+        rows = ["--curves", str(folder / "loss_curves.csv")]
     line = [program, "-u", str(HERE / script), *rows, *options]
     with (folder / "log.txt").open("a") as log:
         log.write(f"\n=== {command.name}: {' '.join(line)}\n")
