@@ -284,6 +284,46 @@ def through(model, ids):
     return hidden
 
 
+def test_arguments_that_layers_no_longer_share_are_not_mixed_up():
+    """The backward pass of a layer must not read the rotary embedding that another layer wrote."""
+
+    def passed(model, ids, seed, different):
+        inner = model.base_model.model.model
+        hidden = inner.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        embeddings = inner.rotary_emb(hidden, positions)
+        for index, layer in enumerate(inner.layers):
+            if different and index:
+                embeddings = inner.rotary_emb(hidden, positions + seed + 2 * index)
+            hidden = layer(hidden, position_embeddings=embeddings)
+        return hidden.square().mean()
+
+    model, plain = llama(), llama()
+    nalora.fuse(model, cuda_graphs=True)
+    for seed in range(6):
+        for trained in (model, plain):
+            trained.zero_grad()
+            passed(trained, batch(seed)["input_ids"], seed, seed > 2).backward()
+        assert tiny.largest_difference(gradients(model), gradients(plain)) < 1e-4
+    assert ON_GPU or Rerun.replays > 0
+
+
+def test_gradient_checkpointing_that_is_switched_on_later_is_logged(caplog):
+    model, plain = llama(), llama()
+    warmed(model)
+    for trained in (model, plain):
+        trained.gradient_checkpointing_enable({"use_reentrant": False})
+        trained.enable_input_require_grads()
+    before = Rerun.replays
+    with caplog.at_level(logging.WARNING, "nalora"):
+        for trained in (model, plain):
+            trained.zero_grad()
+            trained(**batch(5)).loss.backward()
+    assert tiny.largest_difference(gradients(model), gradients(plain)) < 1e-4
+    assert "gradient checkpointing are not replayed" in caplog.text
+    assert Rerun.replays == before
+
+
 def test_the_two_ways_to_launch_layers_exclude_each_other():
     with pytest.raises(nalora.NALoRAError, match="cuda_graphs and compile_layers"):
         nalora.fuse(llama(), cuda_graphs=True, compile_layers=True)

@@ -28,7 +28,15 @@ from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import decoder_layers, without_cache
 from nalora.kernels.fused.cuda_recorder import CudaRecorder
 from nalora.kernels.fused.layer_calls import Call
-from nalora.kernels.fused.layer_recording import Buffer, LayerGraphs, Recorder, Watched, kind_of, places_of
+from nalora.kernels.fused.layer_recording import (
+    Buffer,
+    LayerGraphs,
+    PassState,
+    Recorder,
+    Watched,
+    kind_of,
+    places_of,
+)
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
 
 # Each captured shape takes a second or two to capture, and memory for its inputs.
@@ -91,7 +99,7 @@ class GraphedLayers:
         self.recorder: Recorder | None = None
         self.replayed: list[LayerGraphs] | None = None
         self.recorded: _Record | None = None
-        self.next = 0
+        self.next = self.number = 0
         self.last_token: weakref.ref[_Token] | None = None
         self.is_logged = False
 
@@ -129,8 +137,9 @@ class GraphedLayers:
             self._capture(kind, record)
         if kind in self.graphs:
             self.replayed, self.last_token = self.graphs[kind], None
+            self.number += 1
         elif len(self.graphs) >= MOST_SHAPES:
-            self._log_once(f"{MOST_SHAPES} shapes of batches were captured, and others run eagerly; pad to fewer")
+            self.log_once(f"{MOST_SHAPES} shapes of batches were captured, and others run eagerly; pad to fewer")
         elif record is None or not record.problem:
             self.recorded = self.records[kind] = _Record()
 
@@ -154,11 +163,13 @@ class GraphedLayers:
         elif tensors and tensors[0].shape != output.shape:
             record.problem = "its output has another shape than its input"
         if record.problem:
-            self._log_once(f"{self.names[index]} cannot be replayed: {record.problem}; layers run eagerly")
+            self.log_once(f"{self.names[index]} cannot be replayed: {record.problem}; layers run eagerly")
             self.recorded = None
             record.calls.clear()
             return output
-        record.calls.append(call)
+        # Of the hidden states the shape is enough: they would keep the pass's autograd graph.
+        shape = torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device="meta")
+        record.calls.append(call.with_tensors([shape, *tensors[1:]]))
         record.requires_grad.append(tensors[0].requires_grad)
         record.kinds.append(kind)
         self.next += 1
@@ -194,17 +205,22 @@ class GraphedLayers:
         self.next += 1
         states = [part.begin_pass(call.tensors()[0]) for part in layer.watched]
         if kind != layer.kind or [kind_of(state) for state in states] != layer.watched_kinds:
-            # The rest of this pass too: a graph reads what the one before it wrote.
-            self.replayed = None
-            with _fixed(layer.watched, states):
-                return self.eager(index, call)
-        layer.fill(call.tensors(), states)
+            return self._leave(index, call, states)
+        if not layer.fill(call.tensors(), states, self.number):
+            return self._leave(index, call, states)
         # Held by the autograd graph alone: a pass whose result is discarded waits for nothing.
         token = (self.last_token() if self.last_token is not None else None) or _Token()
         self.last_token = weakref.ref(token)
         return _Replay.apply(call.tensors()[0], layer, token, *layer.trained)
 
-    def _log_once(self, reason: str) -> None:
+    def _leave(self, index: int, call: Call, states: list[PassState]) -> Any:
+        """Compute a layer and the rest of this pass eagerly; its parts have decided for the pass already."""
+        self.replayed = None
+        with _fixed(self.watched[index], states):
+            return self.eager(index, call)
+
+    def log_once(self, reason: str) -> None:
+        """Log why layers run eagerly, the first time."""
         if not self.is_logged:
             self.is_logged = True
             _log.warning("nalora: fuse(cuda_graphs=True): %s", reason)
@@ -222,6 +238,8 @@ class _GraphedLayer(Replacement):
         checkpointed = getattr(layer, "gradient_checkpointing", False)
         in_backward = torch._C._current_graph_task_id() != -1
         if not layer.training or not torch.is_grad_enabled() or cached or checkpointed or in_backward:
+            if checkpointed and layer.training:
+                self.graphs.log_once("layers with gradient checkpointing are not replayed; leave one of the two out")
             return self.original(layer, *args, **kwargs)
         return self.graphs.compute(self.index, Call(args, kwargs))
 

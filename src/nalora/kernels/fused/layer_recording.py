@@ -89,13 +89,21 @@ class Buffer:
 
     def __init__(self, source: Tensor) -> None:
         self.tensor = source.detach().clone(memory_format=torch.contiguous_format)
-        self.source, self.version = weakref.ref(source), source._version
+        self.source, self.version, self.number = weakref.ref(source), source._version, 0
 
-    def fill(self, source: Tensor) -> None:
-        """Copy the source, unless the last layer did so."""
-        if self.source() is not source or self.version != source._version:
+    def fill(self, source: Tensor, number: int) -> bool:
+        """Copy the source of a pass, unless another layer did so; return whether all layers of the pass have the same.
+
+        A backward pass reads what the last layer of the forward pass wrote.
+        """
+        is_there = self.source() is source and self.version == source._version
+        if not is_there and self.number == number:
+            return False
+        if not is_there:
             self.tensor.copy_(source)
             self.source, self.version = weakref.ref(source), source._version
+        self.number = number
+        return True
 
 
 class LayerGraphs:
@@ -122,7 +130,10 @@ class LayerGraphs:
         """Prepare the inputs: the output of the layer before, which is then not copied, and buffers for the others."""
         hidden, *others = self.call.tensors()
         follows = before is not None and before.shape == hidden.shape and before.dtype == hidden.dtype
-        self.hidden = before.detach() if before is not None and follows else torch.empty_like(hidden).contiguous()
+        if before is not None and follows:
+            self.hidden = before.detach()
+        else:
+            self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.trained[0].device)
         self.hidden.requires_grad_(requires_grad)
         self.others = [shared.setdefault(id(tensor), Buffer(tensor)) for tensor in others]
         self.call = self.call.with_tensors([self.hidden, *(buffer.tensor for buffer in self.others)])
@@ -178,16 +189,18 @@ class LayerGraphs:
         self._replay_backward = recorder.record(backward)
         return self.dx
 
-    def fill(self, tensors: Sequence[Tensor], states: Sequence[PassState]) -> None:
-        """Copy the arguments of a pass, where they are not in place."""
+    def fill(self, tensors: Sequence[Tensor], states: Sequence[PassState], number: int) -> bool:
+        """Copy the arguments of a pass, where they are not in place; return False if the graphs cannot serve them."""
         hidden, *others = tensors
+        # All, although one may be refused: the others are equal to what is there, or nobody has read them yet.
+        if not all([buffer.fill(tensor, number) for buffer, tensor in zip(self.others, others, strict=True)]):
+            return False
         if hidden.data_ptr() != self.hidden.data_ptr() or hidden.stride() != self.hidden.stride():
             self.hidden.detach().copy_(hidden)
-        for buffer, tensor in zip(self.others, others, strict=True):
-            buffer.fill(tensor)
         for buffer, (_, mask) in zip(self.masks, states, strict=True):
             if buffer is not None and mask is not None:
-                buffer.fill(mask)
+                buffer.fill(mask, number)
+        return True
 
     def replay_backward(self, gradient: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Compute the gradients of the input and of the trained parameters."""
