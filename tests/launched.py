@@ -207,3 +207,8 @@ if __name__ == "__main__":
         train(place, model_folder, each, resume=True)
     for each in asked.get("resume sharded", ()):
         train(place / "sharded", model_folder, each, sharded=True, resume=True)
+    # Everything is written. A thread of gloo may abort a process that ends while it still runs.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
