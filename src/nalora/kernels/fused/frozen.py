@@ -98,5 +98,6 @@ def input_gradient(
     for weight, dy in dense:
         w = weight.read(dy.dtype)
         dx = dy @ w if dx is None else dx.addmm_(dy, w)
+        del w  # a dequantised copy, before the next one is made
     assert dx is not None
     return dx

@@ -252,6 +252,7 @@ def backward(
     down: tuple[Tensor, Tensor],
     *,
     together: bool = False,
+    overwrite: bool = False,
 ) -> Gradients:
     """Return the gradients for dh of shape [tokens, width].
 
@@ -263,13 +264,14 @@ def backward(
         low_rank: as given to `forward`.
         down: (e, A_d): the output's gradient through the scaled B_d, [tokens, rank], and A_d, [rank, width].
         together: whether the gradients of z and u are the halves of one matrix.
+        overwrite: whether u is not needed any more; unless `together`, its gradient then overwrites it.
     """
     rank = low_rank.b_gate.shape[1]
     parts = _parts(*z.shape, tile_of("backward", rank))
     e, a_down = down
     factors = [torch.empty(parts, rank, z.shape[1], dtype=torch.float32, device=z.device) for _ in range(3)]
     x_gate, x_up, b_gate, b_up = low_rank
-    dz, du = _outputs(dh, together)
+    dz, du = _outputs(dh, u, together, overwrite)
     pointers = (x_gate, x_up, e, b_gate, b_up, a_down, *factors, None)
     _launch_backward(dh, z, u, dz, du, spec, low_rank, pointers)
     d_gate, d_up, d_down = (parts_of_factor.sum(0) for parts_of_factor in factors)
@@ -277,18 +279,22 @@ def backward(
 
 
 def backward_of_complete(
-    dh: Tensor, z: Tensor, u: Tensor, spec: GateSpec, *, together: bool = False
+    dh: Tensor, z: Tensor, u: Tensor, spec: GateSpec, *, together: bool = False, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of z and u, and h, for complete z, u and dh; the other arguments are those of `backward`."""
-    dz, du = _outputs(dh, together)
-    h = torch.empty_like(u)
+    """Return the gradients of z and u, and h, for complete z, u and dh; the other arguments are those of `backward`.
+
+    With `overwrite`, h overwrites z.
+    """
+    dz, du = _outputs(dh, u, together, overwrite)
+    h = z if overwrite and z.is_contiguous() else torch.empty_like(u)
     _launch_backward(dh, z, u, dz, du, spec, None, (*(None,) * 9, h))
     return dz, du, h
 
 
-def _outputs(dh: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+def _outputs(dh: Tensor, u: Tensor, together: bool, overwrite: bool) -> tuple[Tensor, Tensor]:
     if not together:
-        return dh, torch.empty_like(dh)
+        # A program reads its tile before it writes it.
+        return dh, u if overwrite and u.stride() == dh.stride() and u.dtype == dh.dtype else torch.empty_like(dh)
     tokens, width = dh.shape
     left, right = torch.empty(tokens, 2 * width, dtype=dh.dtype, device=dh.device).split(width, dim=1)
     return left, right

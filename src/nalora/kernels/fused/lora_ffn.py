@@ -76,7 +76,15 @@ def ffn_forward(
 
 
 def ffn_backward(
-    dy: Tensor, rows: Tensor, saved: Saved, weights: Weights, spec: GateSpec, *, dtype: torch.dtype, needs_dx: bool
+    dy: Tensor,
+    rows: Tensor,
+    saved: Saved,
+    weights: Weights,
+    spec: GateSpec,
+    *,
+    dtype: torch.dtype,
+    needs_dx: bool,
+    overwrite: bool = False,
 ) -> FFNGradients:
     """Go through down, then φ(z) ⊙ u, then gate and up; both paths are added to one buffer for dx.
 
@@ -88,6 +96,7 @@ def ffn_backward(
         spec: as given to `ffn_forward`.
         dtype: of the gradients of the factors.
         needs_dx: whether the input needs a gradient.
+        overwrite: whether no other backward pass needs z and u, so that their memory may be used.
     """
     z, u, projected, h_projected = saved
     (b_gate, b_up), a_down, (b_down,) = weights.inner.b, weights.outer.a, weights.outer.b
@@ -100,10 +109,12 @@ def ffn_backward(
     if rank <= gated.MOST_IN_REGISTERS:
         dh = input_gradient([weights.down], [dy])
         low_rank = LowRank(x_gate, x_up, b_gate, b_up)
-        dz, du, db_gate, db_up, da_down = gated.backward(dh, z, u, spec, low_rank, (e, a_down), together=together)
+        dz, du, db_gate, db_up, da_down = gated.backward(
+            dh, z, u, spec, low_rank, (e, a_down), together=together, overwrite=overwrite
+        )
     else:
         dh = input_gradient([weights.down], [dy], e, a_down)
-        dz, du, h = gated.backward_of_complete(dh, z, u, spec, together=together)
+        dz, du, h = gated.backward_of_complete(dh, z, u, spec, together=together, overwrite=overwrite)
         db_gate, db_up = (product_as(grad.T, low, dtype) for grad, low in ((dz, x_gate), (du, x_up)))
         da_down = product_as(e.T, h, dtype)
     del dh  # with an FP8 base, whose products need memory of their own, it is not the memory of dz
@@ -147,6 +158,8 @@ class LoRAFFN(torch.autograd.Function):
         grads = ffn_backward(
             dy.reshape(-1, dy.shape[-1]).to(rows.dtype), rows, Saved(z, u, projected, h_projected), weights, ctx.spec,
             dtype=dtype, needs_dx=ctx.needs_input_grad[0],
+            # False with retain_graph=True, after which another backward pass reads z and u.
+            overwrite=not torch._C._autograd._get_current_graph_task_keep_graph(),
         )  # fmt: skip
         dx = None if grads.x is None else grads.x.view(ctx.shape).to(x_dtype)
         da_gate, da_up = grads.a_both.chunk(2)
