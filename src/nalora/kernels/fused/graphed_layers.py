@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from nalora.kernels.fused.layer_recording import (
     PassState,
     Recorder,
     Watched,
+    fixed,
     kind_of,
     places_of,
 )
@@ -216,7 +217,7 @@ class GraphedLayers:
     def _leave(self, index: int, call: Call, states: list[PassState]) -> Any:
         """Compute a layer and the rest of this pass eagerly; its parts have decided for the pass already."""
         self.replayed = None
-        with _fixed(self.watched[index], states):
+        with fixed(self.watched[index], states):
             return self.eager(index, call)
 
     def log_once(self, reason: str) -> None:
@@ -274,21 +275,6 @@ class _Replay(torch.autograd.Function):
 def _watched(layer: nn.Module) -> list[Watched]:
     parts = (replaced_by(module) for module in layer.modules())
     return [part for part in parts if isinstance(part, Watched) and part.is_observed()]
-
-
-class _fixed:  # noqa: N801 - a context
-    """Let watched parts use a state that was determined before."""
-
-    def __init__(self, parts: Sequence[Watched], states: Sequence[Any]) -> None:
-        self.parts, self.states = parts, states
-
-    def __enter__(self) -> None:
-        for part, state in zip(self.parts, self.states, strict=True):
-            part.fixed = state
-
-    def __exit__(self, *_: Any) -> None:
-        for part in self.parts:
-            part.fixed = None
 
 
 def refuse_unless_graphable(model: nn.Module) -> None:

@@ -54,6 +54,18 @@ class Watched(Replacement):
         """Return where the tensors are that a graph adds to."""
 
 
+@contextlib.contextmanager
+def fixed(parts: Sequence[Watched], states: Sequence[PassState]) -> Iterator[None]:
+    """Let watched parts use states that were determined before."""
+    for part, state in zip(parts, states, strict=True):
+        part.fixed = state
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.fixed = None
+
+
 class Place(NamedTuple):
     """A parameter, and the module that has it under a name."""
 
@@ -150,13 +162,9 @@ class LayerGraphs:
                 self._differentiable = compute(self.call)
             return [self._differentiable]
 
-        for part, mask in zip(self.watched, self.masks, strict=True):
-            part.fixed = part.seen[0], None if mask is None else mask.tensor
-        try:
+        masks = (None if mask is None else mask.tensor for mask in self.masks)
+        with fixed(self.watched, [(part.seen[0], mask) for part, mask in zip(self.watched, masks, strict=True)]):
             self.replay_forward = recorder.record(forward)
-        finally:
-            for part in self.watched:
-                part.fixed = None
         self.output = self._differentiable.detach()
 
     def capture_backward(
