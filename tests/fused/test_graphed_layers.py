@@ -324,6 +324,14 @@ def test_gradient_checkpointing_that_is_switched_on_later_is_logged(caplog):
     assert Rerun.replays == before
 
 
+def test_a_gate_that_a_replay_would_not_observe_is_refused_with_its_option():
+    model = llama(target_modules=["gate_proj", "down_proj"])
+    nalora.fuse(model, cuda_graphs=True)
+    optimizer = torch.optim.AdamW(tiny.trainable(model), lr=1e-2)
+    with pytest.raises(nalora.NALoRAError, match="in a replayed layer.* without cuda_graphs"):
+        nalora.attach(model, optimizer)
+
+
 def test_the_two_ways_to_launch_layers_exclude_each_other():
     with pytest.raises(nalora.NALoRAError, match="cuda_graphs and compile_layers"):
         nalora.fuse(llama(), cuda_graphs=True, compile_layers=True)

@@ -68,20 +68,22 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return dtype
 
 
-def refuse_unless_observable(model: nn.Module, plan: Plan) -> None:
-    """Raise NALoRAError for a gate in a decoder layer whose statistics a compiled layer cannot collect.
+def refuse_unless_observable(model: nn.Module, plan: Plan, *, graphed: bool = False) -> None:
+    """Raise NALoRAError for a gate in a decoder layer whose statistics a compiled or `graphed` layer cannot collect.
 
-    They are collected by the function of the whole FFN. A hook on the gate alone would be compiled for every layer.
+    They are collected by the function of the whole FFN. A hook on the gate alone would be compiled for every layer, and
+    a replay would not call it.
     """
+    kind, option = ("replayed", "cuda_graphs") if graphed else ("compiled", "compile_layers")
     layers = decoder_layers(model)
     for planned in plan.blocks:
         block = planned.block
         if any(block.place.startswith(f"{name}.") for name in layers) and (reason := why_layer_by_layer(block)):
             raise NALoRAError(
                 block.name,
-                found=f"{reason}, in a compiled layer",
+                found=f"{reason}, in a {kind} layer",
                 expected="an FFN that is one fused function, which observes its gate",
-                fix="call undo(), then fuse(model) without compile_layers",
+                fix=f"call undo(), then fuse(model) without {option}",
             )
 
 

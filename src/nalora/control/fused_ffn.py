@@ -49,7 +49,7 @@ def fuse(
         NALoRAError: `compiled` or `graphed`, and a gate that could not be observed inside such a layer.
     """
     if compiled or graphed:
-        refuse_unless_observable(model, plan)
+        refuse_unless_observable(model, plan, graphed=graphed)
     with all_or_nothing(model):
         return _replace_forwards(model, plan, observers, compiled=compiled, graphed=graphed)
 
