@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from early_losses import early_losses
 from equal_cost import NAME, equal_cost, lora_pro
 from grids import grids
 from later_seeds import later_seeds
@@ -52,6 +53,7 @@ def filled(page: str, store: Path, results: Path = HERE) -> str:
         "later": later_seeds(answers(results)),
         "power": power(results, trained, store),
         "grids": grids(results),
+        "early_losses": early_losses(store),
         "transient": transient(),
         "trainable": trainable(results),
         "equal_cost": equal_cost(results),

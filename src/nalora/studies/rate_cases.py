@@ -13,25 +13,28 @@ from nalora.studies.schedule import Cell, Results, Schedule
 from nalora.studies.store import Store
 from nalora.training.gate_movement import PREFIX
 
-# Losses and gradient norms of single steps are noisy: those of this many steps are combined.
+# Losses and gradient norms of single steps are noisy: those of this many steps are combined. Where a run does not log every
+# step, a row has the mean loss since the row before.
 WINDOW = 10
 
 
 def early_measures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, float]:
     """Return the measures of a run's first `steps` steps, by ``NAME@STEPS``; empty if it has no row of that step.
 
-    loss: the mean over the last ten of these steps. rate_times_gradient: their median gradient norm times the run's
-    learning rate, which is the highest one so far. gradient_growth: that norm over the median of the first ten steps.
+    loss: the mean over the rows of the last ten of these steps. rate_times_gradient: their median gradient norm times
+    the run's learning rate, which is the highest one so far. gradient_growth: that norm over the median of the first
+    ten steps.
     The others are the recorded movement since the start.
 
     Args:
-        rows: of metrics.jsonl, with a row for every step.
+        rows: of metrics.jsonl; studies of rates have one for every step.
         steps: number of steps that may be seen.
     """
     seen = [row for row in rows if row.get("step", math.inf) <= steps]
     if not seen or seen[-1]["step"] != steps:
         return {}
-    last, first = seen[-WINDOW:], seen[:WINDOW]
+    last = [row for row in seen if row["step"] > steps - WINDOW]
+    first = [row for row in seen if row["step"] <= WINDOW]
     measures = {"loss": _mean(last, "loss")}
     norm, start = _median(last, "grad_norm"), _median(first, "grad_norm")
     if norm is not None and start:
