@@ -13,8 +13,8 @@ from nalora.studies.schedule import Cell, Results, Schedule
 from nalora.studies.store import Store
 from nalora.training.gate_movement import PREFIX
 
-# Losses and gradient norms of single steps are noisy: those of this many steps are combined. Where a run does not log every
-# step, a row has the mean loss since the row before.
+# Losses and gradient norms of single steps are noisy: those of this many steps are combined. Where a run does not log
+# every step, a row has the mean loss since the row before.
 WINDOW = 10
 
 
