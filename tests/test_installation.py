@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +11,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import wheels
 from integrations.environments import PACKAGES, ROOT, python_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -36,13 +36,7 @@ def pip(*arguments: object, python: Path | str = sys.executable, check: bool = T
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", source / "dist", source)
-    (built,) = (source / "dist").glob("nalora-*.whl")
-    return built
+    return wheels.build(tmp_path_factory.mktemp("wheel"))
 
 
 def requirements_of(package: str, folder: Path) -> list[Requirement]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
 import pytest
 import tiny
+import wheels
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,12 +19,7 @@ ROOT = Path(__file__).parents[1]
 def environment(tmp_path_factory):
     """A new environment with the wheel and its extra `train`, and the tests' torch."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "."]
-    subprocess.run([sys.executable, "-m", "pip", *build], cwd=folder, check=True, capture_output=True, text=True)
-    (wheel,) = (folder / "dist").glob("nalora-*.whl")
+    wheel = wheels.build(folder)
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]

@@ -17,6 +17,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
+import wheels
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +39,8 @@ def python_of(name: str) -> Path:
     """The Python of a trainer's environment, which is built if it is not there, with this nalora installed."""
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the environments are pinned for Python 3.11")
-    key = hashlib.sha256(f"{PACKAGES[name]}{_LEFT_OUT}{(ROOT / 'constraints.txt').read_text()}".encode()).hexdigest()[
-        :8
-    ]
-    folder = CACHE / f"{name}-{key}"
+    content = f"{PACKAGES[name]}{_LEFT_OUT}{(ROOT / 'constraints.txt').read_text()}"
+    folder = CACHE / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
     CACHE.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     with FileLock(f"{folder}.lock"):
@@ -83,9 +82,5 @@ def _distribution(python: Path, name: str) -> Distribution:
 def _install_nalora(python: Path) -> None:
     """From a copy: an installation from the working tree writes into it."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, copy)
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(ROOT / "src", copy / "src", ignore=ignored)
-        _pip(python, "install", "--no-deps", "--force-reinstall", copy)
+        source = wheels.copy_source(Path(folder) / "source")
+        _pip(python, "install", "--no-deps", "--force-reinstall", source)

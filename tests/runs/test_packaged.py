@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import wheels
 
 import nalora
 from nalora.runs import packaged, settings
@@ -24,13 +24,7 @@ def wheel(tmp_path_factory):
     """The package as pip makes it of a fresh checkout, unpacked; nothing is written into this one."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "."]
-    subprocess.run([sys.executable, "-m", "pip", *build], cwd=folder, check=True, capture_output=True, text=True)
-    (file,) = (folder / "dist").glob("nalora-*.whl")
-    zipfile.ZipFile(file).extractall(folder / "installed")
+    zipfile.ZipFile(wheels.build(folder)).extractall(folder / "installed")
     return folder / "installed"
 
 
