@@ -51,6 +51,10 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
     def larger(variant) -> Variant:
         return liger(training.within(larger_loss_chunks, variant))
 
+    def compiled(variant) -> Variant:
+        of_loss = training.within(lambda: liger_loss(model), training.within(larger_loss_chunks, variant))
+        return with_cudnn(training, of_loss)
+
     def lora_kernels(name: str, variant=None) -> Variant:
         return training.within(lambda: peers.lora_kernels(model, getattr(kernels, name)), variant)
 
@@ -101,9 +105,11 @@ def of_plain_base(training: Training, kernels: peers.Kernels) -> dict[str, Descr
             ("liger",), compiled=True,
         ),
         "NA-LoRA + Liger's loss, compiled layers, cuDNN attention": Described(
-            with_cudnn(training, training.within(lambda: liger_loss(model), training.within(
-                larger_loss_chunks, fuse(training, statistics, compile_layers=True)))),
-            ("liger",), compiled=True,
+            compiled(fuse(training, statistics, compile_layers=True)), ("liger",), compiled=True,
+        ),
+        "NA-LoRA + Liger's loss, compiled layers, cuDNN attention, CUDA graphs": Described(
+            compiled(fuse(training, statistics, compile_layers=True, cuda_graphs=True)),
+            ("cuda_graphs", "liger"), compiled=True, graphed=True,
         ),
     }  # fmt: skip
 
@@ -123,6 +129,8 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
         within = with_cudnn(training, liger(training.within(larger_loss_chunks, graphs)))
         return Described(within, ("cuda_graphs", "liger"), fp8=True, graphed=True)
 
+    both = training.within(lambda: fp8_with(model, "compiles_layers", "graphs_layers"), statistics)
+
     return {
         "nalora.fuse, FP8 base": Described(training.plain, fp8=True),
         "nalora.fuse + Liger, FP8 base": Described(liger(training.plain), ("liger",), fp8=True),
@@ -139,6 +147,10 @@ def of_fp8_base(training: Training) -> dict[str, Described]:
                 lambda: liger_loss(model), training.within(lambda: fp8_with(model, "compiles_layers"), statistics)
             ),
             ("liger",), compiled=True, fp8=True,
+        ),
+        "NA-LoRA + Liger's loss, compiled layers, FP8 base, cuDNN attention, CUDA graphs": Described(
+            with_cudnn(training, training.within(lambda: liger_loss(model), training.within(larger_loss_chunks, both))),
+            ("cuda_graphs", "liger"), compiled=True, fp8=True, graphed=True,
         ),
     }  # fmt: skip
 
@@ -159,39 +171,37 @@ def liger_loss(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fp8_with(model: Any, option: str) -> Iterator[None]:
-    """Fuse a model with an FP8 base, whose originals are not kept, anew with an option."""
+def fp8_with(model: Any, *options: str) -> Iterator[None]:
+    """Fuse a model with an FP8 base, whose originals are not kept, anew with some options."""
     layers = fused_layers(model)
-    with compilation() if option == "compiles_layers" else graphs():
+
+    def install(chosen: bool) -> None:
         layers.remove()
-        setattr(layers, option, True)
+        for option in options:
+            setattr(layers, option, chosen)
         layers.install()
+
+    with discarding(compiled="compiles_layers" in options, graphed="graphs_layers" in options):
+        install(True)
         try:
             yield
         finally:
-            layers.remove()
-            setattr(layers, option, False)
-            layers.install()
+            install(False)
 
 
 @contextlib.contextmanager
-def compilation() -> Iterator[None]:
-    """Compile from scratch, and keep nothing compiled for the next variant."""
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
+def discarding(*, compiled: bool, graphed: bool) -> Iterator[None]:
+    """Compile from scratch, and keep neither compiled code nor the memory of CUDA graphs for the next variant."""
+    if compiled:
         torch._dynamo.reset()
-
-
-@contextlib.contextmanager
-def graphs() -> Iterator[None]:
-    """Free the memory of CUDA graphs for the next variant."""
     try:
         yield
     finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+        if compiled:
+            torch._dynamo.reset()
+        if graphed:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def fuse(
@@ -201,7 +211,7 @@ def fuse(
 
     @contextlib.contextmanager
     def fused() -> Iterator[Callable[[], None]]:
-        with compilation() if compile_layers else graphs() if cuda_graphs else contextlib.nullcontext():
+        with discarding(compiled=compile_layers, graphed=cuda_graphs):
             layers = nalora.fuse(training.model, compile_layers=compile_layers, cuda_graphs=cuda_graphs)
             try:
                 with (variant or training.plain)() as step:

@@ -80,6 +80,23 @@ def test_the_fused_functions_are_operators_of_the_graph(graphs, monkeypatch):
     assert {name: calls.count(name) for name in expected} == expected
 
 
+def test_outputs_of_norms_are_not_kept(graphs):
+    """Of tokens × hidden size a layer keeps what its two norms read, and the model what its last norm reads."""
+    model, kept = llama(layers=3), {}
+    model.enable_input_require_grads()
+    nalora.fuse(model, compile_layers=True)
+
+    def pack(tensor):
+        if tensor.numel() == batch()["input_ids"].numel() * 32 and tensor.dim() == 3:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch()).loss
+    assert len(kept) == 3 * 2 + 1
+    loss.backward()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_around_the_compiled_layers(reentrant, graphs):
     plain, compiled = (llama() for _ in range(2))

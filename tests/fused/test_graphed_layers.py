@@ -16,8 +16,9 @@ import torch
 
 import nalora
 from nalora.control import fused_ffn, fused_model
-from nalora.kernels.fused import graphed_layers
+from nalora.kernels.fused import graphed_layers, norm_outputs
 from nalora.kernels.fused.replaced_forward import replaced_by
+from nalora.kernels.statistics import engines
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -124,6 +125,36 @@ def test_replayed_layers_train_as_eager_ones(options, padded):
     if not ON_GPU:
         assert Rerun.captures == 1
         assert Rerun.replays == 2 * 3 * 8  # both directions of three layers, in all passes but the first
+
+
+def test_outputs_of_norms_are_computed_again_in_a_replay(monkeypatch):
+    batches = [batch(seed) for seed in range(5)]
+    eager = train(llama(), batches, fuse=None)
+    monkeypatch.setattr(norm_outputs, "LEAST_BYTES", 0)
+    assert_same(train(llama(), batches), eager)
+    assert ON_GPU or Rerun.replays == 2 * 3 * 4
+
+
+@pytest.mark.skipif(not engines.can_compile(torch.device(DEVICE)), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("options", "autocast"), [({}, True), ({"micro": 3, "attach": nalora.NALoRAConfig(apply_to="update")}, False)]
+)
+def test_compiled_layers_are_replayed_and_not_compiled_again(options, autocast, graphs):
+    batches = [batch(seed, padded=True) for seed in range(9)]
+    results = []
+    for layers in ({"fuse": False}, {"compile_layers": True}):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            results.append(train(llama(), batches, **layers, **options))
+    (losses, weights, _), (replayed_losses, replayed_weights, layers) = results
+    assert replayed_losses == pytest.approx(losses, rel=5e-3 if autocast else 1e-5)
+    if not autocast:
+        assert tiny.largest_difference(replayed_weights, weights) < 2e-4
+    assert "compiled: 3 decoder layers" in str(layers)
+    assert "CUDA graphs: 3 decoder layers" in str(layers)
+    # For inputs without and with a gradient, as without CUDA graphs.
+    assert graphs() == 2
+    if not ON_GPU:
+        assert Rerun.replays == 2 * 3 * 8
 
 
 def test_batches_of_several_lengths_have_their_own_graphs():
@@ -330,11 +361,6 @@ def test_a_gate_that_a_replay_would_not_observe_is_refused_with_its_option():
     optimizer = torch.optim.AdamW(tiny.trainable(model), lr=1e-2)
     with pytest.raises(nalora.NALoRAError, match="in a replayed layer.* without cuda_graphs"):
         nalora.attach(model, optimizer)
-
-
-def test_the_two_ways_to_launch_layers_exclude_each_other():
-    with pytest.raises(nalora.NALoRAError, match="cuda_graphs and compile_layers"):
-        nalora.fuse(llama(), cuda_graphs=True, compile_layers=True)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a model on a GPU is accepted")

@@ -15,7 +15,7 @@ from nalora.kernels.fused.replaced_forward import replaced_by
 _WHERE = "fuse(model)"
 
 
-def check_arguments(model: Any, base: str, *, keep_base: bool, cuda_graphs: bool, compile_layers: bool) -> None:
+def check_arguments(model: Any, base: str, *, keep_base: bool) -> None:
     """Raise NALoRAError for a model that cannot be fused, or for options that contradict each other."""
     _check_model(model)
     require(base in ("keep", "fp8"), "fuse(base=…)", base, "'keep' or 'fp8'", "leave base out")
@@ -25,13 +25,6 @@ def check_arguments(model: Any, base: str, *, keep_base: bool, cuda_graphs: bool
             found="keep_base=True without base='fp8'",
             expected="a base in FP8, whose original weights it keeps",
             fix="leave keep_base out, or add base='fp8'",
-        )
-    if cuda_graphs and compile_layers:
-        raise NALoRAError(
-            _WHERE,
-            found="cuda_graphs and compile_layers",
-            expected="one way to launch layers",
-            fix="leave one of the two out; cuda_graphs is the faster one",
         )
 
 

@@ -67,9 +67,9 @@ def _replace_forwards(
             undo.append(restore)
             fused |= {projection.module for projection in planned.block.projections.values()}
     undo += fuse_adapters(model, factors, frozenset(fused), linears_op.compute if compiled else None)
-    if graphed:
-        return graph_layers(model, factors) + undo
-    return compile_layers(model) + undo if compiled else undo
+    if compiled:
+        undo = compile_layers(model) + undo
+    return graph_layers(model, factors) + undo if graphed else undo
 
 
 def fuse_ffn(
@@ -111,7 +111,9 @@ class _FusedFFN(Watched):
         self.argument = [*inspect.signature(type(block.host).forward).parameters, "", ""][1]
         # Not read from the environment while a graph is traced.
         self.in_graph = in_graph and triton_runs_on(next(self.inner[0].parameters()).device)
-        self.key = key_of(observer) if in_graph and observer is not None else None
+        # It collects the statistics of a compiled graph (`collectors.Collector`).
+        self.thresholds, self.with_up = (spec.lower, spec.upper), spec.utility
+        self.key = key_of(self) if in_graph and observer is not None else None
 
     def compute(self, host: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the output."""
@@ -136,9 +138,7 @@ class _FusedFFN(Watched):
             return ffn_op.compute(x, *self.inner, *self.outer, self.spec, self.key if host.training else None)
         mask = sums = None
         if self.observer is not None and host.training:
-            if self.fixed is None:
-                self.seen = self.begin_pass(x)
-            sums, mask = self.fixed or self.seen
+            sums, mask = self.begin_pass(x.shape[:-1], x.device)
         dtype = compute_dtype(x)
         step_factors = self.factors.get(self.inner, inside, dtype), self.factors.get(self.outer, outside, dtype)
         weights = Weights(*self.frozen, *inside.scalings, *outside.scalings, *step_factors)
@@ -155,10 +155,17 @@ class _FusedFFN(Watched):
         """Return whether statistics of the gate are collected."""
         return self.observer is not None
 
-    def begin_pass(self, x: Tensor) -> PassState:
+    def decide(self, x: Tensor) -> PassState:
         """Decide whether a pass with this input counts."""
         assert self.observer is not None
         return self.observer.begin_pass(x.shape[:-1], x.device)
+
+    def begin_pass(self, shape: torch.Size, device: torch.device) -> PassState:
+        """Return what was decided for a pass with an input of this shape; decide it unless somebody else has."""
+        assert self.observer is not None
+        if self.fixed is None:
+            self.seen = self.observer.begin_pass(shape, device)
+        return self.fixed or self.seen
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the statistics are."""

@@ -58,7 +58,7 @@ def fuse(
             or whose layers cannot be replayed or compiled. The model is then as it was before.
     """
     model = unwrapped(model) if isinstance(model, nn.Module) else model
-    check_arguments(model, base, keep_base=keep_base, cuda_graphs=cuda_graphs, compile_layers=compile_layers)
+    check_arguments(model, base, keep_base=keep_base)
     return FusedModel(model, base=base, keep_base=keep_base, cuda_graphs=cuda_graphs, compile_layers=compile_layers)
 
 

@@ -21,7 +21,7 @@ _collectors: weakref.WeakValueDictionary[int, Collector] = weakref.WeakValueDict
 
 
 class Collector(Protocol):
-    """Decides for one FFN which passes count; an observer.
+    """Decides for one FFN which passes count.
 
     Attributes:
         thresholds: between the regimes of the activation.

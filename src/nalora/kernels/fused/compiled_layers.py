@@ -119,7 +119,17 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copy.__kwdefaults__ = forward.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(copy, fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(copy, fullgraph=True, backend=_inductor)
+    return compiled
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph by Inductor; the outputs of norms are computed again in the backward pass, not kept for it.
+
+    By default nothing is computed again that an operator reads in the backward pass, as fused functions read them.
+    """
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")(graph, inputs)
     return compiled
 
 

@@ -35,7 +35,7 @@ class CudaRecorder:
 
 
 class _Recording:
-    """Runs captures on a stream of their own, without autocast's cache, whose tensors would belong to a graph."""
+    """Runs captures on a stream of their own."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream, self.context = stream, torch.cuda.stream(stream)
@@ -44,13 +44,10 @@ class _Recording:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        self.cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         self.context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.context.__exit__(*error)
-        torch.set_autocast_cache_enabled(self.cache)
         torch.cuda.synchronize()
         if isinstance(error[1], RuntimeError) and not isinstance(error[1], torch.OutOfMemoryError):
             raise NALoRAError(

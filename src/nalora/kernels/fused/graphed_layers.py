@@ -120,8 +120,16 @@ class GraphedLayers:
         return self.eager(index, call)
 
     def eager(self, index: int, call: Call) -> Any:
-        """Compute a layer without a graph."""
-        return self.replacements[index].original(self.layers[index], *call.args, **call.kwargs)
+        """Compute a layer without a graph, or while it is captured.
+
+        Autocast's cache is off: tensors in it would belong to a graph. A compiled layer depends on whether it is on.
+        """
+        cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return self.replacements[index].original(self.layers[index], *call.args, **call.kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cache)
 
     def _begin(self, kind: tuple[Any, ...] | None) -> None:
         """Decide whether the pass that begins is replayed, recorded, or neither."""
@@ -204,7 +212,7 @@ class GraphedLayers:
         assert self.replayed is not None
         layer = self.replayed[index]
         self.next += 1
-        states = [part.begin_pass(call.tensors()[0]) for part in layer.watched]
+        states = [part.decide(call.tensors()[0]) for part in layer.watched]
         if kind != layer.kind or [kind_of(state) for state in states] != layer.watched_kinds:
             return self._leave(index, call, states)
         if not layer.fill(call.tensors(), states, self.number):

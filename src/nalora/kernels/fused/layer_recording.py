@@ -46,7 +46,7 @@ class Watched(Replacement):
         """Return whether there is anything to decide."""
 
     @abstractmethod
-    def begin_pass(self, x: Tensor) -> PassState:
+    def decide(self, x: Tensor) -> PassState:
         """Decide for a pass with this input."""
 
     @abstractmethod

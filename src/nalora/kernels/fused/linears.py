@@ -25,6 +25,7 @@ from nalora.kernels.fused.adapters import Adapters, StepFactors, frozen_weight, 
 from nalora.kernels.fused.foreign import code_inside, replaced_forward
 from nalora.kernels.fused.frozen import FrozenWeight
 from nalora.kernels.fused.lora_linear import FrozenLinear, LoRALinears, compute_dtype
+from nalora.kernels.fused.norm_outputs import recompute_norm_outputs
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
 
 # Computes layers that share an input inside a compiled graph.
@@ -53,6 +54,8 @@ def fuse_adapters(
         children = parent.named_children()
         layers = {name: layer for name, layer in children if isinstance(layer, LoraLayer) and layer not in exclude}
         undo += fuse_linears(parent, layers, factors, in_graph)
+    if in_graph is None:  # torch.compile decides by itself what is computed again
+        undo += recompute_norm_outputs(model, {layer.in_features for group in factors.groups for layer in group})
     return undo + factors.attach(model)
 
 

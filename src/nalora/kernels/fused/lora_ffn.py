@@ -18,6 +18,7 @@ from nalora.kernels.fused.adapters import Factors
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight, Rows, input_gradient
 from nalora.kernels.fused.gated import GateSpec, LowRank
 from nalora.kernels.fused.lora_linear import in_shape, product_as, scaled_rows
+from nalora.kernels.fused.norm_outputs import saved_form
 from nalora.kernels.statistics import Sums
 
 
@@ -142,7 +143,8 @@ class LoRAFFN(torch.autograd.Function):
         inner, outer = weights.inner, weights.outer
         rows = x.reshape(-1, x.shape[-1]).to(inner.a.dtype)
         y, saved = ffn_forward(rows, weights, spec, sums, mask)
-        ctx.save_for_backward(rows, *saved, inner.a, *inner.b, outer.a, *outer.b)
+        source, ctx.rows_of = saved_form(x, rows)
+        ctx.save_for_backward(source, *saved, inner.a, *inner.b, outer.a, *outer.b)
         # Without the factors, which are already among the saved tensors.
         ctx.weights, ctx.spec, ctx.shape = weights[:6], spec, x.shape
         ctx.dtypes = x.dtype, factors[0].dtype
@@ -152,7 +154,8 @@ class LoRAFFN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of A and B of gate, up and down."""
-        rows, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
+        source, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors
+        rows = ctx.rows_of(source)
         x_dtype, dtype = ctx.dtypes
         weights = Weights(*ctx.weights, Factors(a_both, (b_gate, b_up)), Factors(a_down, (b_down,)))
         grads = ffn_backward(

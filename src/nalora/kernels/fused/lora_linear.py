@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from nalora.kernels.fused.adapters import Factors
 from nalora.kernels.fused.frozen import FrozenWeight, Rows, input_gradient
+from nalora.kernels.fused.norm_outputs import saved_form
 
 
 class FrozenLinear(NamedTuple):
@@ -101,7 +102,7 @@ class LoRALinears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layers: tuple[FrozenLinear, ...], factors: Factors, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return each layer's output; save x, its projections and the factors, no tensor of an output's size.
+        """Return each layer's output; save x or its source, its projections and the factors, none of an output's size.
 
         Args:
             ctx: the autograd context.
@@ -112,7 +113,8 @@ class LoRALinears(torch.autograd.Function):
         """
         rows = x.reshape(-1, x.shape[-1]).to(factors.a.dtype)
         outputs, projected = linears_forward(rows, layers, factors)
-        ctx.save_for_backward(rows, projected, factors.a, *factors.b)
+        source, ctx.rows_of = saved_form(x, rows)
+        ctx.save_for_backward(source, projected, factors.a, *factors.b)
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.shape, ctx.dtypes = layers, x.shape, (x.dtype, parameters[0].dtype)
         return tuple(in_shape(y, x.shape) for y in outputs)
@@ -121,8 +123,9 @@ class LoRALinears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         """dx = Σ dyᵢ Wᵢ + (dyᵢ Bᵢ) sᵢ Aᵢ; dAᵢ = sᵢ (dyᵢ Bᵢ)ᵀ x; dBᵢ = dyᵢᵀ (x (sᵢ Aᵢ)ᵀ)."""
-        rows, projected, a, *b = ctx.saved_tensors
+        source, projected, a, *b = ctx.saved_tensors
         x_dtype, factor_dtype = ctx.dtypes
+        rows = ctx.rows_of(source)
         grads = [None if dy is None else dy.reshape(-1, dy.shape[-1]).to(rows.dtype) for dy in dys]
         dx, stacked, db = linears_backward(
             rows, projected, Factors(a, tuple(b)), ctx.layers, grads,

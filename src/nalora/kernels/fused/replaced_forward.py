@@ -63,9 +63,10 @@ def replace_forward(module: nn.Module, replacement: Replacement) -> Callable[[],
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Put the forwards in a model and the hooks on it back if the block is interrupted or fails."""
+    """Put the forwards and hooks in a model back if the block is interrupted or fails."""
     forwards = [(vars(m), vars(m).get("forward"), vars(m).get(_ATTRIBUTE)) for m in model.modules()]
-    registries = [value for name, value in vars(model).items() if "_hooks" in name and isinstance(value, dict)]
+    values = (item for module in model.modules() for item in vars(module).items())
+    registries = [value for name, value in values if "_hooks" in name and isinstance(value, dict)]
     hooks = [(registry, dict(registry)) for registry in registries]
     try:
         yield
