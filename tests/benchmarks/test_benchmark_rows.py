@@ -72,7 +72,7 @@ def test_rounds_end_at_the_time_limit_and_failures_are_notes():
 
 def test_the_lease_names_variants_that_exist(training):
     known = {*variants.of_plain_base(training, peers.Kernels()), *variants.of_fp8_base(training)}
-    assert {*lease.MAIN, *lease.LONG} <= known
+    assert {*lease.MAIN, *lease.LONG, *lease.COMPILED} <= known
     profiled = [name for command in lease.COMMANDS if command.arguments[0] == "profile_step.py"
                 for name in command.arguments[1:]]  # fmt: skip
     assert profiled
