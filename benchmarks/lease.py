@@ -51,10 +51,9 @@ COMMANDS = [
     Command("check", 150, ("training_step.py", "--check", "--layers", "2", "--only", *MAIN, *COMPILED)),
     # Not measured since outputs of norms are computed again, and since compiled layers can be graphed.
     step("bf16 and FP8, 4 x 1,024", 480, only=[*MAIN, *COMPILED]),
-    # The losses of 200 steps, and Trainer with and without its check of every loss: measured least so far.
+    # The losses of 200 steps have no rows; Trainer has none since its losses are not read in every step.
     Command("loss curves", 180, ("loss_curves.py",)),
     Command("small model in Trainer", 90, ("trainer_graphs.py",)),
-    Command("small model in Trainer, no loss filter", 90, ("trainer_graphs.py", "--no-loss-filter")),
     step("four bits", 210, "--four-bit", only=MAIN[:-1]),
     Command("profile", 150, ("profile_step.py", "NA-LoRA, everything on", "Unsloth", "PEFT LoRA", COMPILED[0])),
     Command("profile of FP8", 120, ("profile_step.py", "NA-LoRA, everything on, FP8 base")),

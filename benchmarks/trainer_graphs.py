@@ -81,7 +81,6 @@ def run(
                 save_strategy="no",
                 report_to="none",
                 disable_tqdm=True,
-                logging_nan_inf_filter=not args.no_loss_filter,
             ),
             train_dataset=rows,
             data_collator=collate,
@@ -115,9 +114,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=320)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--no-loss-filter", action="store_true", help="no logging_nan_inf_filter, which reads each loss"
-    )
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
@@ -142,7 +138,6 @@ def main() -> None:
     for name, result in results.items():
         print(f"{name:66s} {result['p50']:8.2f} ms  {base / result['p50']:6.2f} x faster  {result['peak_gib']} GiB")
     setting = f"smollm2-135m shapes, {args.batch}x{args.length}, transformers.Trainer"
-    setting += ", logging_nan_inf_filter=False" if args.no_loss_filter else ""
     harness.append([{"question": "small model in Trainer", "setting": setting, "variant": name, "unit": "ms", **result}
                     for name, result in results.items()], args.rows)  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import pytest
@@ -260,6 +261,56 @@ def test_batches_with_position_ids_keep_their_mask(tmp_path, eager):
     graph_trainer(trainer)
     trainer.train()
     assert all({"attention_mask", "position_ids"} <= {*names} for names in eager[0].batches)
+
+
+def sometimes_nan(outputs, labels, num_items_in_batch=None):
+    """A loss that is not a number for some batches, with gradients that are."""
+    loss = token_loss(outputs, labels, num_items_in_batch)
+    return loss + torch.where(labels.max() % 3 == 0, torch.nan, 0.0)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 4])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_losses_that_are_not_finite_are_logged_as_trainer_does_but_not_read(
+    tmp_path, eager, monkeypatch, filtered, logging_steps
+):
+    read, isnan = [], torch.isnan
+    monkeypatch.setattr(torch, "isnan", lambda loss: (read.append(loss), isnan(loss))[1])
+
+    def trained(graphs):
+        evaluation = dict(eval_strategy="steps", eval_steps=5, eval_dataset=rows(4, seed=5))
+        trainer = make(
+            tmp_path, per_device_train_batch_size=1, max_steps=12, logging_steps=logging_steps,
+            logging_nan_inf_filter=filtered, data=rows(12), **evaluation,
+        )  # fmt: skip
+        trainer.compute_loss_func = replayable(sometimes_nan)
+        if graphs:
+            graph_trainer(trainer)
+        values, evaluate = set(), trainer.evaluate
+
+        def noted(*args, **options):
+            values.add(trainer.args.logging_nan_inf_filter)
+            return evaluate(*args, **options)
+
+        trainer.evaluate = noted
+        read.clear()
+        trainer.train()
+        assert values == {filtered} == {trainer.args.logging_nan_inf_filter}
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line], len(read)
+
+    (plain, reads), (graphed, none) = trained(False), trained(True)
+    assert graphed == pytest.approx(plain, nan_ok=True)
+    assert any(map(math.isnan, plain)) is not filtered
+    assert (reads, none) == (12 if filtered else 0, 0)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_batches_are_copied_while_the_passes_run(tmp_path, eager, chosen):
+    trainer = make(tmp_path, data=rows(8), accelerator_config={"non_blocking": chosen})
+    undo = graph_trainer(trainer)
+    assert trainer.get_train_dataloader()._non_blocking
+    undo()
+    assert trainer.get_train_dataloader()._non_blocking is chosen
 
 
 # ---- putting back ----------------------------------------------------------------------------------------------------

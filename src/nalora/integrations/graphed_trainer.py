@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.errors import NALoRAError
+from nalora.integrations.loss_filter import LossFilter
 from nalora.integrations.replayable import refuse_setup
 from nalora.kernels.cuda_graphs import GraphedStep
 from nalora.models.attention import attends_without_mask, unmasked_attention
@@ -81,11 +82,15 @@ class _GraphedPasses(TrainerCallback):  # type: ignore[misc]
         self.model: Any = None
         self.step: GraphedStep | None = None
         self.parameters: tuple[tuple[int, bool], ...] = ()
+        self.loss_filter = LossFilter(trainer)
 
     def install(self) -> None:
         """Replace the trainer's `training_step`."""
         self.replaced = self.trainer.training_step = self.training_step
         self.trainer.add_callback(self)
+        # Otherwise the host waits for the passes to end before it copies a batch, and prepares the next one after that.
+        loading = self.trainer.accelerator.dataloader_config
+        self.waited_for_copies, loading.non_blocking = not loading.non_blocking, True
 
     def remove(self) -> None:
         """Put the trainer's own `training_step` back, and free the graphs. A second call does nothing."""
@@ -98,13 +103,22 @@ class _GraphedPasses(TrainerCallback):  # type: ignore[misc]
             else:
                 del self.trainer.training_step
         self.trainer.remove_callback(self)
+        self.trainer.accelerator.dataloader_config.non_blocking = not self.waited_for_copies
+        self.loss_filter.release()
         self.replaced = self.step = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Capture anew: the parameters may have moved since the last training. The setup may have changed too."""
         refuse_setup(self.trainer, own_functions=False)
         self.may_drop_masks = attends_without_mask(self.trainer.model)
+        self.loss_filter.restart()
         self.step = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let Trainer filter losses again."""
+        self.loss_filter.release()
+
+    on_substep_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Free the graphs and their memory."""
@@ -123,7 +137,7 @@ class _GraphedPasses(TrainerCallback):  # type: ignore[misc]
         loss = step(batch)
         if (controller := getattr(trainer, "nalora_controller", None)) is not None:
             controller.note_replay()
-        return loss
+        return self.loss_filter.apply(loss)
 
     def _enter_training(self, model: Any) -> None:
         """Leave the evaluation mode of model and optimizer, which a replayed `training_step` does not do."""
