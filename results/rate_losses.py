@@ -129,7 +129,21 @@ def sides(every: Sequence[Grid]) -> list[str]:
             worse = sum(high > low for low, high in pairs)
             line += f" Above costs more than below in {worse} of the {counted(len(pairs), 'grid')} with both."
         lines.append(line)
+    far = [rise for grid in every if (rise := grid.at(2.0)) is not None]
+    failed = sum(rise > FAILED for rise in far)
+    if 2 * failed > len(far):
+        lines += ["", "So try both neighbours of the best rate, and do not go far above it."]
     return lines
+
+
+def best_rates(every: Sequence[Grid]) -> list[str]:
+    """Return the ranges of LoRA's best rates, and of full fine-tuning's as shares of LoRA's on the same task."""
+    lora = {grid.title: grid.best for grid in every if grid.arm == LORA}
+    shares = [grid.best / lora[grid.title] for grid in every if grid.arm == FULL and grid.title in lora]
+    text = f"LoRA's best rate was {min(lora.values()):g} to {max(lora.values()):g}, by task and number of steps"
+    if shares:
+        text += f"; full fine-tuning's was {min(shares):.2f} to {max(shares):.2f} of LoRA's"
+    return [f"{text}. The ratio of other methods is in the table above."]
 
 
 def shown_rise(rise: float | None) -> str:
@@ -143,4 +157,5 @@ def _side(rises: Sequence[float], where: str) -> str:
     if not rises:
         return f"not tried {where}"
     failed = sum(rise > FAILED for rise in rises)
-    return f"{statistics.median(rises):+.4f} {where} (median of {len(rises)}; training failed in {failed})"
+    failures = f"; training failed in {failed}" if failed else ""
+    return f"{statistics.median(rises):+.4f} {where} (median of {counted(len(rises), 'grid')}{failures})"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 # The scripts of benchmarks/ import each other by name.
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import harness
 from methods_page import BASELINE, Cost, latest
 from page import Row, measured_on, settings
 from peers_page import GRAPHS, PEFT, QUESTION, ranks_measured, ratio
@@ -33,6 +34,11 @@ class MethodCosts(NamedTuple):
         """Return time and peak memory of a step of a study's arm as multiples of LoRA's."""
         cost = self.by_variant.get(variant(arm))
         return (f"{cost.time:.2f}", f"{cost.memory:.2f}") if cost else ("not measured", "not measured")
+
+
+def read_rows() -> list[Row]:
+    """Return the rows of benchmarks/rows.csv."""
+    return harness.read()
 
 
 def method_costs(rows: list[Row]) -> MethodCosts:
