@@ -15,10 +15,10 @@ from method_choice import STUDY, elsewhere, summary, table
 from na_lora_record import na_lora
 from noise import trainings
 from rate_losses import best_rates, grids, rate_table, sides
+from recommendation import start
 from run_tables import read_tables
 from seeds_needed import seeds_table
 from short_answer import commands, script, sentence, short_table, study_file
-from start import start
 from step_costs import Row, fused_layers, method_costs, rank_table, read_rows
 from stored_answers import study
 

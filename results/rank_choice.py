@@ -16,7 +16,9 @@ def ranks(every: list[State], rank: int) -> dict[int, State]:
     """Return the arms of gap-sources that differ in nothing but the rank; LoRA's own arm has the usual rank."""
     found = {int(state.arm.removeprefix("r = ")): state for state in every if state.arm.startswith("r = ")}
     lora = next((state for state in every if state.arm == LORA), None)
-    return dict(sorted(({rank: lora} if lora else {}) | found).items()) if found else {}
+    if not found:
+        return {}
+    return dict(sorted((found | ({rank: lora} if lora else {})).items()))
 
 
 def best_rank(by_rank: dict[int, State]) -> tuple[int, State] | None:

@@ -9,8 +9,8 @@ import rank_choice
 from arm_states import LORA, State, shown_share, states
 from method_choice import JUDGED, Choice, run_file
 from rate_losses import GRIDS
+from recommendation import Start
 from seeds_needed import SIZES, needed, paired, shown
-from start import Start
 from step_costs import MethodCosts, Row
 
 from nalora.errors import counted
