@@ -45,8 +45,10 @@ def choose(first: list[State], second: list[State]) -> tuple[Choice, Choice | No
 
 
 def chosen(results: Path) -> tuple[Choice, Choice | None]:
-    """Return the choice from the stored answers."""
-    return choose(states(results, STUDY), states(results, JUDGED))
+    """Return the choice from the stored answers; controls are not recommended."""
+    controls = {name for names in study(STUDY).controls.values() for name in names}
+    first = [state for state in states(results, STUDY) if state.arm not in controls]
+    return choose(first, states(results, JUDGED))
 
 
 def _better(every: list[State]) -> list[State]:

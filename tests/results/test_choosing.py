@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import tiny
 import yaml
 
+from nalora.evaluation.significance import compare_methods
 from nalora.runs.settings import check
 from nalora.studies.study import read
 
@@ -53,6 +55,55 @@ def test_the_page_says_what_has_not_been_measured():
     short = part("short")
     assert ("has not been measured" in short) == (not (ROOT / "results" / "gap-sources").is_dir())
     assert ("not judged on a second task yet" in short) == (not (ROOT / "results" / "equal-cost-judged").is_dir())
+
+
+BEST = {"full fine-tuning": -0.3, "gralora, k = 4": -0.1, "r = 256": -0.2, "gralora, k = 8": -0.05,
+        "na-lora, update, random": -0.15}  # fmt: skip
+
+
+def later_results(folder, store):
+    """The finished studies, and made-up answers of three others in which the arms of `BEST` are better than LoRA."""
+    made_up = ("equal-cost", "equal-cost-judged", "gap-sources")
+    for kept in (ROOT / "results").iterdir():
+        if kept.name not in made_up and ((kept / "answer.json").is_file() or kept.name == "repeats.jsonl"):
+            (folder / kept.name).symlink_to(kept)
+    for name in made_up:
+        arms = [arm.name for arm in read(name).arms]
+        shift = {arm: BEST.get(arm, place / 1000) for place, arm in enumerate(arms)}
+        losses = {arm: {seed: 1 + more * (1 + seed / 100) for seed in range(5)} for arm, more in shift.items()}
+        pairs = [(arm, "lora") for arm in arms[1:]]
+        rows = compare_methods(losses, pairs, higher_is_better=False)
+        part = {
+            "settings": {}, "measures": ["test loss"], "values": {arm: [losses[arm]] for arm in arms},
+            "comparisons": {"test loss": [row.numbers() for row in rows]},
+            "controls": {}, "missing": [],
+            "learning_rates": dict.fromkeys(arms, 0.004) | {"gralora, k = 4": 0.008},
+            "validation_losses": {arm: {"0.002": 1.1, "0.004": 1.0, "0.008": 1.1} for arm in arms},
+        }  # fmt: skip
+        (folder / name).mkdir()
+        (folder / name / "answer.json").write_text(json.dumps([part]))
+    return folder
+
+
+def test_later_runs_change_the_advice(store, tmp_path):
+    """A variant that is better on a second task too, and a rank that is better than 8."""
+    module, results = script("choosing"), later_results(tmp_path, store)
+    page = module.filled_page(PAGE.read_text(), store, results)
+    short = page.partition("<!-- short -->")[2].partition("<!-- /short -->")[0]
+    assert "| method | `method: peft/gralora, gralora_k: 4` | better than LoRA on GSM8K" in short
+    assert "also better on a second task" in short
+    assert "variant to try next" not in short
+    assert "| rank | 8, then 256 | r = 256 is better in `gap-sources`" in short
+    assert "| learning rate | 0.008; search 0.004, " in short, "twice LoRA's, as in the study of methods"
+    assert "- **Better than LoRA:** gralora, k = 4; gralora, k = 8." in page
+    assert "Not measured yet" not in page
+    assert "sums (equal-cost-judged): lora | " in page
+    assert page.count("| is finished |") == 3
+    assert "better than LoRA on two tasks" in " ".join(module.filled_readme(README.read_text(), results).split())
+
+    (results / "equal-cost-judged" / "answer.json").unlink()
+    start, variant = script("method_choice").chosen(results)
+    assert (start.arm, variant.arm) == ("lora", "gralora, k = 4"), "controls are not recommended"
 
 
 def test_links_lead_to_files_and_headings():

@@ -68,7 +68,7 @@ def test_an_arm_without_all_of_its_seeds_is_not_recommended():
     assert (start.arm, to_try) == ("lora", None)
 
 
-def test_what_is_known_on_the_second_task_is_said():
+def test_what_is_known_on_the_second_task_is_reported():
     module, answer = script("method_choice"), script("short_answer")
     _, variant = module.choose(states({**FULL, "a": (-0.01, "better")}), [])
     undecided = states({**FULL, "a": (-0.01, "not distinguishable")})
