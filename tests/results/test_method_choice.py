@@ -15,11 +15,10 @@ def script(name):
 
 
 def states(verdicts, missing=(), planned=3):
-    """States of arms with a difference and a verdict each; those that are missing have one seed."""
+    """States of arms with a difference and a verdict each; those that are missing have one seed and no verdict that counts."""
     rows = [
         {"method": arm, "difference": difference, "interval": [difference - 0.1, difference + 0.1], "verdict": verdict}
         for arm, (difference, verdict) in verdicts.items()
-        if arm not in missing
     ]
     seeds = {arm: 1 if arm in missing else planned for arm in ("lora", *verdicts)}
     part = {
