@@ -15,7 +15,7 @@ def script(name):
 
 
 def states(verdicts, missing=(), planned=3):
-    """States of arms with a difference and a verdict each; those that are missing have one seed and no verdict that counts."""
+    """States of arms with a difference and a verdict each; missing ones have one seed and a row that is ignored."""
     rows = [
         {"method": arm, "difference": difference, "interval": [difference - 0.1, difference + 0.1], "verdict": verdict}
         for arm, (difference, verdict) in verdicts.items()
