@@ -127,16 +127,19 @@ def goals(setting: str, variants: dict[str, Row], rows: list[Row]) -> Iterator[s
         yield "\n" + "\n".join(lines)
 
 
-def by_rank(rows: list[Row]) -> Iterator[str]:
-    """Yield step and memory by rank, for settings that differ in nothing but the rank."""
+def ranks_measured(rows: list[Row]) -> dict[str, dict[int, dict[str, Row]]]:
+    """Return the timed variants by rank, for settings that differ in nothing but the rank."""
     families: dict[str, dict[int, dict[str, Row]]] = {}
     for setting, variants in latest(rows, QUESTION).items():
         if match := re.search(r"r=(\d+), ", setting):
             rest = setting.replace(match[0], "")
             families.setdefault(rest, {})[int(match[1])] = {name: row for name, row in variants.items() if row["p50"]}
-    for rest, ranks in families.items():
-        if len(ranks) < 2:
-            continue
+    return {rest: ranks for rest, ranks in families.items() if len(ranks) > 1}
+
+
+def by_rank(rows: list[Row]) -> Iterator[str]:
+    """Yield step and memory by rank, for settings that differ in nothing but the rank."""
+    for rest, ranks in ranks_measured(rows).items():
         ordered = sorted(ranks)
         shared = [name for name in ranks[ordered[0]] if sum(name in ranks[rank] for rank in ordered) > 1]
         yield f"\n## Step and memory by rank: {rest}\n\nMilliseconds per step, and peak GiB.\n"

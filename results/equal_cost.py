@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
-from stored_answers import FULL, Answer, answer_of, study, values
+from arm_states import NOT_FINISHED, shown_share, states
+from stored_answers import Answer, answer_of
 
 from nalora.studies.questions import LOSS
 
-NAME, LORA = "equal-cost", "lora"
+NAME = "equal-cost"
 LORA_PRO = "lora-pro, full mode"
 
 
 def equal_cost(results: Path) -> list[str]:
     """Return a sentence about what is finished, and a row for every arm."""
-    part, planned = answer_of(results, NAME), {arm.name: len(arm.seeds) for arm in study(NAME).arms}
-    by_arm, rows = values(part), {row["method"]: row for row in part["comparisons"][LOSS]}
-    gap = -rows[FULL]["difference"]
-    open_arms = [f"{arm} ({len(by_arm.get(arm, {}))} of {planned[arm]})" for arm in part["missing"]]
+    arms = states(results, NAME)
+    open_arms = [f"{arm.arm} ({arm.seeds} of {arm.planned})" for arm in arms if arm.verdict == NOT_FINISHED]
     lines = [
-        f"**Not finished:** {len(planned) - len(open_arms)} of {len(planned)} arms have all of their seeds. Without a "
+        f"**Not finished:** {len(arms) - len(open_arms)} of {len(arms)} arms have all of their seeds. Without a "
         f"verdict: {', '.join(open_arms)}.",
         "No arm has been judged on a second task, so the study's own claim (half of the gap on two tasks) is open.",
         "",
         "| arm | seeds | learning rate | test loss | difference from LoRA | share of the gap | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm, total in planned.items():
-        losses = by_arm.get(arm, {})
-        mean = f"{statistics.fmean(losses.values()):.4f}" if losses else ""
-        row = rows.get(arm)
-        cells = [f"{len(losses)} of {total}", f"{part['learning_rates'][arm]:.3g}", mean]
-        if row:
-            low, high = row["interval"]
-            verdict = f"**{row['verdict']}**" if row["verdict"] in ("better", "worse") else "–"
-            share = f"{-row['difference'] / gap:.0%}".replace("%", " %")
-            cells += [f"{row['difference']:+.4f} ({low:+.4f} … {high:+.4f})", share, verdict]
-        else:
-            cells += ["", "", "baseline" if arm == LORA else "not finished"]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    for arm in arms:
+        verdict = f"**{arm.verdict}**" if arm.decided else arm.verdict.replace("not distinguishable", "–")
+        rate, mean = (f"{arm.rate:.3g}" if arm.rate else ""), (f"{arm.mean:.4f}" if arm.mean else "")
+        cells = [f"{arm.seeds} of {arm.planned}", rate, mean, arm.difference, shown_share(arm.share), verdict]
+        lines.append(f"| {arm.arm} | {' | '.join(cells)} |")
     return lines
 
 

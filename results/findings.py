@@ -8,7 +8,6 @@ remain significant when all of these are one family, and what the other scripts 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from early_losses import early_losses
 from equal_cost import NAME, equal_cost, lora_pro
+from generated import fill
 from grids import grids
 from later_seeds import later_seeds
 from noise import repeats, trainings
@@ -33,7 +33,6 @@ from nalora.studies.questions import LOSS
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "findings.md"
 ACCURACY = "accuracy"
-_PLACE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- /(?P=name) -->)", re.DOTALL)
 
 
 def write(store: Path) -> Path:
@@ -61,7 +60,7 @@ def filled(page: str, store: Path, results: Path = HERE) -> str:
         "repeats": repeats(trained),
         "commits": commits(runs),
     }
-    return _PLACE.sub(lambda match: match[1] + "\n".join(lines[match["name"]]) + "\n" + match[3], page)
+    return fill(page, lines)
 
 
 def arms(results: Path, without_end: Mapping[str, list[float]]) -> list[str]:
@@ -110,18 +109,25 @@ def controls(results: Path) -> list[str]:
 
 def whole_page(results: Path) -> list[str]:
     """List the comparisons by test loss that remain significant when all of the page are one family."""
-    p_values = {
-        f"{title}: {row['method']} against {row['baseline']}": row["p"]
-        for title, part in {**answers(results), NAME: answer_of(results, NAME)}.items()
-        for family in (part["comparisons"], part["controls"])
-        for row in family.get(LOSS, [])
-        if row["p"] is not None
-    }
-    significant = [f"{claim} (p = {p:.2g})" for claim, p in holm(p_values).items() if p <= ALPHA]
+    comparisons = one_family(results)
+    significant = [f"{title}: {claim} (p = {p:.2g})" for (title, claim), p in comparisons.items() if p <= ALPHA]
     return [
-        f"- **With Holm's correction over all {len(p_values)} comparisons of this page**, these remain significant:",
+        f"- **With Holm's correction over all {len(comparisons)} comparisons of this page**, these remain significant:",
         f"  {'; '.join(significant) or 'none'}.",
     ]
+
+
+def one_family(results: Path) -> dict[tuple[str, str], float]:
+    """Return the p-values of all comparisons of the page, corrected as one family, by study and claim."""
+    return holm(
+        {
+            (title, f"{row['method']} against {row['baseline']}"): row["p"]
+            for title, part in {**answers(results), NAME: answer_of(results, NAME)}.items()
+            for family in (part["comparisons"], part["controls"])
+            for row in family.get(LOSS, [])
+            if row["p"] is not None
+        }
+    )
 
 
 def commits(runs: Mapping[str, Run]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from noise import Trainings
 from pooled import compared
-from stored_answers import FULL, TITLES, answer_of, families, values
+from stored_answers import FULL, TITLES, BySeed, answer_of, families, values
 
 from nalora.evaluation.significance import ALPHA, smallest_effect
 
@@ -24,16 +25,19 @@ def power(results: Path, trained: Trainings, store: Path) -> list[str]:
         part = answer_of(results, name)
         by_arm = values(part)
         for family in families(name, part):
-            differences = {
-                row["method"]: [by_arm[row["method"]][seed] - by_arm[LORA][seed] for seed in _shared(by_arm, row)]
-                for row in family
-            }
+            differences = differences_from_lora(by_arm, [row["method"] for row in family])
             lines += _rows(title, differences, len(family), _gap(part))
         if name == "gsm8k":
             _, pooled = compared(results, name, trained, store)
             differences = {arm: list(row.differences) for arm, row in pooled.items()}
             lines += _rows(f"{title}, all trainings", differences, len(family), -pooled[FULL].difference)
     return lines
+
+
+def differences_from_lora(by_arm: Mapping[str, BySeed], arms: Iterable[str]) -> dict[str, list[float]]:
+    """Return the differences of arms from LoRA, paired by seed."""
+    lora = by_arm[LORA]
+    return {arm: [by_arm[arm][seed] - lora[seed] for seed in sorted(by_arm[arm].keys() & lora.keys())] for arm in arms}
 
 
 def _rows(title: str, differences: dict[str, list[float]], comparisons: int, gap: float | None) -> list[str]:
@@ -48,10 +52,6 @@ def _rows(title: str, differences: dict[str, list[float]], comparisons: int, gap
         share = f"{middle / gap:.0%} of {gap:.4f}".replace("%", " %") if gap else "no full fine-tuning"
         rows.append(f"| {title} | {comparisons} | {seeds} | {shown} | {share} |")
     return rows
-
-
-def _shared(by_arm: dict[str, dict[int, float]], row: dict[str, str]) -> list[int]:
-    return sorted(by_arm[row["method"]].keys() & by_arm[LORA].keys())
 
 
 def _gap(part: dict[str, object]) -> float | None:

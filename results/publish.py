@@ -1,4 +1,4 @@
-"""Write what is published of the kept runs: results/STUDY/answer.*, docs/findings.md and its picture.
+"""Write what is published of the kept runs: results/STUDY/answer.*, docs/findings.md, its picture, docs/choosing.md.
 
 python results/publish.py
 
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import choosing
 import findings
 import picture
 from restore import RESULTS, restore
@@ -32,6 +33,7 @@ def main() -> None:
             if (STUDIES / f"{name}.yaml").is_file():
                 print(keep_answer(name, store))
         print(findings.write(store))
+        print(choosing.write(store))
     print(picture.draw())
 
 
