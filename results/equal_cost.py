@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from arm_states import NOT_FINISHED, shown_share, states
-from stored_answers import Answer, answer_of
+from arm_states import LORA, NOT_FINISHED, State, shown_share, states
+from stored_answers import FULL, Answer, answer_of
 
 from nalora.studies.questions import LOSS
 
-NAME = "equal-cost"
+NAME, JUDGED = "equal-cost", "equal-cost-judged"
+HALF = 0.5
 LORA_PRO = "lora-pro, full mode"
 
 
 def equal_cost(results: Path) -> list[str]:
     """Return a sentence about what is finished, and a row for every arm."""
     arms = states(results, NAME)
-    open_arms = [f"{arm.arm} ({arm.seeds} of {arm.planned})" for arm in arms if arm.verdict == NOT_FINISHED]
     lines = [
-        f"**Not finished:** {len(arms) - len(open_arms)} of {len(arms)} arms have all of their seeds. Without a "
-        f"verdict: {', '.join(open_arms)}.",
-        "No arm has been judged on a second task, so the study's own claim (half of the gap on two tasks) is open.",
+        completeness(arms),
+        claim(arms, states(results, JUDGED)),
         "",
         "| arm | seeds | learning rate | test loss | difference from LoRA | share of the gap | verdict |",
         "|---|---|---|---|---|---|---|",
@@ -31,6 +31,35 @@ def equal_cost(results: Path) -> list[str]:
         cells = [f"{arm.seeds} of {arm.planned}", rate, mean, arm.difference, shown_share(arm.share), verdict]
         lines.append(f"| {arm.arm} | {' | '.join(cells)} |")
     return lines
+
+
+def completeness(arms: Sequence[State]) -> str:
+    """Return which arms have no verdict yet."""
+    left = [f"{arm.arm} ({arm.seeds} of {arm.planned})" for arm in arms if arm.verdict == NOT_FINISHED]
+    if not left:
+        return f"All {len(arms)} arms have all of their seeds."
+    finished = f"{len(arms) - len(left)} of {len(arms)} arms have all of their seeds"
+    return f"**Not finished:** {finished}. Without a verdict: {', '.join(left)}."
+
+
+def claim(arms: Sequence[State], judged: Sequence[State]) -> str:
+    """Return for which variants the claim of equal-cost-judged holds: half of the gap or more on both tasks."""
+    here = {arm.arm: arm.share for arm in arms}
+    known = {
+        arm.arm: (here.get(arm.arm), arm.share)
+        for arm in judged
+        if arm.arm not in (LORA, FULL) and arm.share is not None
+    }
+    if not known:
+        return (
+            "No arm has been judged on a second task, so the study's own claim (half of the gap on two tasks) is open."
+        )
+    cells = [
+        f"{arm} ({shown_share(one) or 'not finished'} here, {shown_share(other)} there: "
+        f"{'the claim holds' if one is not None and min(one, other) >= HALF else 'it does not hold'})"
+        for arm, (one, other) in known.items()
+    ]
+    return f"Judged on a second task (half of the gap on both is claimed): {'; '.join(cells)}."
 
 
 def lora_pro(results: Path) -> list[str]:
