@@ -88,7 +88,7 @@ def command(*arguments: object) -> str:
     """Run a command in this process; its refusal, or nothing."""
     try:
         cli.app([str(each) for each in arguments], standalone_mode=False)
-    except (nalora.NALoRAError, cli.UsageError) as error:
+    except (nalora.NALoRAError, cli.usage_errors.UsageError) as error:
         return str(error)
     return ""
 

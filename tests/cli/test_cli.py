@@ -36,7 +36,7 @@ def gpt2(tmp_path):
 def one_line(err: str) -> str:
     lines = err.strip().splitlines()
     assert len(lines) == 1, err
-    assert lines[0].startswith("nalora: ")
+    assert lines[0].startswith(("nalora: ", "nalora inspect: "))
     return lines[0]
 
 
@@ -136,10 +136,10 @@ def test_experts_are_one_row_and_refused_adapters_are_named_with_the_reason(run,
     [
         (["--target-modules", "q_proj,v_proj"], "none of them in an FFN"),
         (["--target-modules", "nothing"], "no layer called nothing"),
-        (["--regimes", "mine"], "'--regimes'"),
-        (["--thresholds", "low", "high"], "'--thresholds'"),
+        (["--regimes", "mine"], "found --regimes "),
+        (["--thresholds", "low", "high"], "found --thresholds "),
         (["--thresholds", "2", "1"], "finite low ≤ high"),
-        (["--rank", "0"], "'--rank'"),
+        (["--rank", "0"], "found --rank "),
         (["--colour", "green"], "--colour"),
     ],
 )

@@ -73,6 +73,18 @@ def test_a_cut_file_is_continued_to_the_same_file_even_with_sampling(run, base, 
     assert outs[1].read_bytes() == whole
 
 
+def test_a_file_cut_in_its_first_row_is_continued(run, base, file, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert run("generate", base, file, "--output", out, "--max-tokens", 6)[0] == 0
+    whole = out.read_bytes()
+    out.write_bytes(whole[:60])
+    assert run("generate", base, file, "--output", out, "--max-tokens", 5)[0] == 2
+    assert out.read_bytes() == whole[:60]
+    code, _, err = run("generate", base, file, "--output", out, "--max-tokens", 6)
+    assert code == 0, err
+    assert out.read_bytes() == whole
+
+
 def test_one_prompt_is_printed(run, base):
     code, out, err = run("generate", base, "--prompt", "Once upon", "--max-tokens", 5)
     target = targets.resolve(base)

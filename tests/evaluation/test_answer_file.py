@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import nalora
 from nalora.evaluation.answer_file import AnswerFile, refuse_foreign
+from nalora.evaluation.identity import key_of
 
 
 def row(number):
@@ -64,6 +65,40 @@ def test_the_beginning_of_a_row_may_be_anybody_s(tmp_path, content):
         with pytest.raises(nalora.NALoRAError, match="did not write"):
             call()
     assert path.read_bytes() == content
+
+
+KEY = key_of({"model": "smollm2-135m"})
+
+
+@settings(max_examples=30, deadline=None)
+@given(cut=st.integers(0, 100))
+def test_a_file_cut_in_its_first_row_is_continued_if_it_has_the_whole_key(tmp_path_factory, cut):
+    path = tmp_path_factory.mktemp("answers") / "file.jsonl"
+    with AnswerFile(path, KEY) as file:
+        file.add(map(row, range(2)))
+    whole = path.read_bytes()
+    content = whole[: min(cut, whole.index(b"\n"))]
+    path.write_bytes(content)
+    if content and not content.startswith(f'{{"key": "{KEY}", "row": '.encode()):
+        for call in (lambda: refuse_foreign(path), lambda: AnswerFile(path, KEY)):
+            with pytest.raises(nalora.NALoRAError, match="did not write"):
+                call()
+        assert path.read_bytes() == content
+        return
+    refuse_foreign(path)
+    with AnswerFile(path, KEY) as file:
+        assert file.done == set()
+        file.add(map(row, range(2)))
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", [b'{"key": "%b", "row": 0, "pro', b'{"key": "%b", "row": 0, "output": ""}'])
+def test_a_first_row_of_another_setup_is_refused(tmp_path, content):
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(content % KEY.encode())
+    with pytest.raises(nalora.NALoRAError, match="answers of another model, file or setting"):
+        AnswerFile(path, key_of({"model": "another"}))
+    assert path.read_bytes() == content % KEY.encode()
 
 
 def test_two_processes_do_not_write_the_same_file(tmp_path):

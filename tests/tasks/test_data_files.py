@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from nalora.errors import NALoRAError
 from nalora.tasks.data_files import NoSplitError, files_of, is_data, open_rows
+from nalora.tasks.example_rows import checked_rows
+from nalora.tasks.prompts import PromptRows
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\x00"), max_size=30)
 ROWS = st.lists(st.fixed_dictionaries({"question": TEXTS, "answer": TEXTS}), min_size=1, max_size=6)
@@ -89,6 +91,56 @@ def test_broken_files_are_refused_with_their_lines(tmp_path, name, content, foun
         open_rows(file)
     assert found in error.value.found
     assert str(file) in error.value.where
+
+
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        ('{"question": "1?", "answr": "2"}\n{"q\n', "the columns question, answr (name them with columns"),
+        ('{"question": "1?", "answer": ""}\n{"q\n', "a.jsonl:1: 'answer' is empty (correct or remove them"),
+    ],
+)
+def test_bad_lines_and_bad_columns_are_in_one_error(tmp_path, content, columns):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(NALoRAError) as error:
+        checked_rows(str(file), "train", None, None, lambda *progress: None)
+    assert error.value.found.startswith("2 problems: line 2: no JSON (")
+    assert columns in error.value.found
+    assert error.value.expected.startswith("one JSON object per line, and ")
+
+
+def test_rows_of_the_wrong_length_and_empty_cells_are_in_one_error(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("question,answer\n1?\n2?,\n3?,4\n")
+    with pytest.raises(NALoRAError, match=r"line 2: 1 fields instead of 2 .*a\.csv:3: 'answer' is empty"):
+        checked_rows(str(file), "train", None, None, lambda *progress: None)
+
+
+def test_bad_lines_alone_have_no_other_problem(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": "1?", "answer": "2"}\n{"q\n')
+    with pytest.raises(
+        NALoRAError, match=r"found line 2: no JSON .*; expected one JSON object per line\. Fix: correct"
+    ):
+        checked_rows(str(file), "train", None, None, lambda *progress: None)
+
+
+def test_prompts_have_one_error_too(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"question": " "}\n{"q\n')
+    with pytest.raises(NALoRAError, match=r"2 problems: line 2: no JSON .*a\.jsonl:1: 'question' is empty"):
+        PromptRows(str(file))
+
+
+def test_the_bad_lines_of_all_files_of_a_folder_are_in_one_error(tmp_path):
+    for name, content in (("a.jsonl", "{"), ("b.jsonl", '{"text": ""}'), ("c.csv", "text\n1,2\n")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(NALoRAError) as error:
+        checked_rows(str(tmp_path), "train", None, None, lambda *progress: None)
+    for found in ("a.jsonl: line 1: no JSON", "c.csv: line 2: 2 fields instead of 1", "b.jsonl:1: 'text' is empty"):
+        assert found in error.value.found
+    assert error.value.where == str(tmp_path)
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,12 +23,9 @@ from nalora.cli import (
     runs,
     showing,
     studying,
+    usage_errors,
 )
 from nalora.cli.screen import printable
-
-# The base of Typer's errors about the command line: click's ClickException before Typer 0.26, a copy of it in 0.26 and
-# typer.TyperException since 0.27.
-UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__base__ is Exception)
 
 # The exit code that shells report for SIGPIPE: the reader of the output has ended.
 _BROKEN_PIPE = 128 + 13
@@ -46,8 +43,8 @@ def main() -> None:
     """Run the command line; a mistake of the user is one line on stderr and exit code 2, never a traceback."""
     try:
         code = app(prog_name="nalora", standalone_mode=False)
-    except UsageError as error:
-        code = _refuse(error.format_message())
+    except usage_errors.UsageError as error:
+        code = _refuse(usage_errors.message_of(error, app))
     except BrokenPipeError:  # as in `nalora recipes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = _BROKEN_PIPE
@@ -60,9 +57,9 @@ def main() -> None:
 
 
 def _refuse(message: str) -> int:
-    """Print an error message; it is empty if the help was printed in place of missing arguments."""
+    """Print an error message, unless it is empty."""
     if message:
-        name = "" if message.startswith("nalora ") else "nalora: "
+        name = "" if message.startswith(("nalora ", "nalora:")) else "nalora: "
         # Names from files may contain control characters of terminals.
         print(f"{name}{printable(' '.join(message.split()))}", file=sys.stderr)
     return 2

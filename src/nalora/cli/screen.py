@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -83,10 +84,27 @@ def _columns_are_set() -> bool:
     return columns.isdecimal() and int(columns) > 0
 
 
+class Unpadded(Table):
+    """A table without spaces at the end of its lines, unless it is printed on a terminal, where they do no harm."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the segments of the table, in a pipe line by line."""
+        segments: Any = super().__rich_console__(console, options)
+        if console.is_terminal:
+            yield from segments
+            return
+        for line in Segment.split_lines(segments):
+            while line and not line[-1].text.rstrip(" "):
+                line.pop()
+            yield from line[:-1]
+            yield from (Segment(last.text.rstrip(" "), last.style) for last in line[-1:])
+            yield Segment.line()
+
+
 def table(*columns: str | Column, **options: Any) -> Table:
     """Return an empty table in the style of all commands; where it is too wide, cells are folded and not cut."""
     whole = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in columns]
-    return Table(*whole, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
+    return Unpadded(*whole, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, **options)
 
 
 def number(value: float | None, form: str) -> str:

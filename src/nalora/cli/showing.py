@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
-from nalora.cli.screen import console, literal
+from nalora.cli.screen import Unpadded, console, literal
 from nalora.errors import NALoRAError, counted, did_you_mean
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def _print(screen: Console, row: Row, place: str, judge: Judgement) -> None:
         screen.print(literal(f"then: {follow_up.strip()}"))
     if first.expected:
         screen.print(Text("expected ", "dim") + literal(first.expected.strip()))
-    columns = Table.grid(padding=(0, 3, 0, 0), expand=len(row) > 1)
+    columns = Unpadded.grid(padding=(0, 3, 0, 0), expand=len(row) > 1)
     for _ in row:
         columns.add_column(ratio=1, overflow="fold")
     columns.add_row(*(judge.heading(row, model) for model in row))

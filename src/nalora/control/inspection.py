@@ -19,6 +19,7 @@ from nalora.control.blocks import find_blocks
 from nalora.control.plan import Plan, make_plan
 from nalora.errors import NALoRAError
 from nalora.files import expanded
+from nalora.models import hub
 from nalora.models.compatibility import check_generates_text, refuse_kernel
 from nalora.models.gguf_cache import gguf_config
 from nalora.models.loading import gguf_file
@@ -174,17 +175,19 @@ def _read_config(model: str) -> Any:
     if (gguf := gguf_file(model)) is not None:
         return gguf_config(gguf)  # from the file's header, so no weights are dequantised
     path = expanded(model)
-    hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
-    if not path.exists() and not hub:
+    on_hub = not path.exists() and _HUB_ID.fullmatch(model) and not model.endswith(".json")
+    if not path.exists() and not on_hub:
         raise _no_model(model, "no such file or folder")
     if path.is_dir() and not (path / "config.json").is_file():
         inside = [file.parent for name in (_ADAPTER_FILE, "config.json") for file in sorted(path.glob(f"*/{name}"))]
         fix = f"name the folder inside it: {inside[0]}" if inside else _CHECK
         raise _no_model(model, f"a folder with neither config.json nor {_ADAPTER_FILE}", fix)
     try:
-        if not hub and "model_type" not in json.loads((path / "config.json" if path.is_dir() else path).read_text()):
+        if not on_hub and "model_type" not in json.loads((path / "config.json" if path.is_dir() else path).read_text()):
             raise _no_model(model, "a JSON file without model_type")
-        return transformers.AutoConfig.from_pretrained(model if hub else str(path), trust_remote_code=False)
+        source = model if on_hub else str(path)
+        with hub.offline_if_unreachable(source):
+            return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise _no_model(model, f"no readable JSON ({error})") from error
     except NALoRAError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from nalora.runs.lock import hold_file
 from nalora.runs.writable import refuse_unwritable
 
 _OPTION = "--output"
+# How every row begins, with a key as `key_of` makes it. A kill cuts a row of more than 4,096 bytes at a page of memory,
+# so what it leaves of the first row has at least this.
+_BEGINNING = re.compile(rb'\{"key": "[0-9a-f]{10}", "row": ')
 
 
 def refuse_foreign(path: Path) -> None:
     """Raise NALoRAError if the path is no new file and none that `nalora generate` began, before a model is loaded.
 
-    A file that another process is writing is refused as well, and so is one without a complete row: the beginning of a
-    row, such as ``{``, may be anybody's.
+    A file that another process is writing is refused as well, and so is one without a complete row, unless it begins
+    with a whole key: a shorter beginning of a row, such as ``{``, may be anybody's.
     """
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise wrong_kind(path, "file", "a new file, or one to continue", f"give another {_OPTION}")
@@ -28,7 +32,8 @@ def refuse_foreign(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
             line = file.readline()
-        if line and not (line.endswith(b"\n") and _row(line)):
+        is_own = _row(line) if line.endswith(b"\n") else _BEGINNING.match(line)
+        if line and not is_own:
             raise _refusal(path, "a file that this command did not write")
         _release(_hold(path))
 
@@ -73,19 +78,24 @@ class AnswerFile:
     def _read(self) -> None:
         """Find the rows that are done, and remove one that a kill cut short."""
         complete = 0
-        # A row that was cut short begins like every other one.
-        beginning = atomic.json_text({"key": self.key})[:-1].encode()
         for line in self._lines():
-            row = _row(line)
-            if complete and not line.endswith(b"\n") and line[: len(beginning)] == beginning[: len(line)]:
+            if self._is_cut_row(line, is_first=not complete):
                 with self.path.open("r+b") as file:
                     file.truncate(complete)
                 break
+            row = _row(line)
             if row is None or row["key"] != self.key:
                 others = "answers of another model, file or setting"
-                raise _refusal(self.path, others if row else "a file that this command did not write")
+                is_row = row or _BEGINNING.match(line)
+                raise _refusal(self.path, others if is_row else "a file that this command did not write")
             complete += len(line)
             self.done.add(row["row"])
+
+    def _is_cut_row(self, line: bytes, *, is_first: bool) -> bool:
+        """Return whether a kill cut the line short; without a row before it, the line must have the whole key."""
+        beginning = atomic.json_text({"key": self.key, "row": 0})[: -len("0}")].encode()
+        begins_as_own = line.startswith(beginning) if is_first else line[: len(beginning)] == beginning[: len(line)]
+        return begins_as_own and not line.endswith(b"\n")
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows, each with its number as ``row``; they are on the disk before this returns."""

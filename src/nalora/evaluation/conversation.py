@@ -155,6 +155,8 @@ class Conversation:
             NALoRAError: the message alone does not fit, or the chat template refuses it; nothing is added.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        # The cache of earlier turns is not reused: a prompt that is read in parts is rounded differently, which changed
+        # 5 of 20 greedy answers of SmolLM2-135M in bfloat16 (none in float32).
         prompt, dropped = self._prompt(turns)
         stream = _Stream(self._generator, write)
         torch.manual_seed(self.sampling.seed + len(self.turns) // 2)

@@ -20,7 +20,7 @@ from torch import nn
 
 from nalora.errors import NALoRAError, first_line, missing_package
 from nalora.files import expanded
-from nalora.models import gguf_cache
+from nalora.models import gguf_cache, hub
 from nalora.models.compatibility import (
     best_device,
     check_attention,
@@ -97,7 +97,7 @@ def load(spec: ModelSpec, processor: Any = None) -> Loaded:
         options["quantization_config"] = _quantisation(spec)
         options["device_map"] = {"": device}
     source, extra = _source(spec)
-    with _reported(spec):
+    with _reported(spec), hub.offline_if_unreachable(source):
         _check_config(spec, transformers.AutoConfig.from_pretrained(source, **extra))
         model = getattr(transformers, _AUTO_CLASSES[spec.kind]).from_pretrained(source, **extra, **options)
         processor = processor or _processor(spec, source, extra)
@@ -115,7 +115,7 @@ def load_skeleton(spec: ModelSpec) -> Loaded:
 
     dtype = getattr(torch, spec.dtype or default_dtype(resolve_device(spec.device)))
     source, extra = _source(spec)
-    with _reported(spec):
+    with _reported(spec), hub.offline_if_unreachable(source):
         config = transformers.AutoConfig.from_pretrained(source, **extra)
         _check_config(spec, config)
         auto = getattr(transformers, _AUTO_CLASSES[spec.kind])
@@ -137,7 +137,7 @@ def load_processor(spec: ModelSpec, saved: Path | None = None) -> Any:
     own = saved is not None and any((saved / name).is_file() for name in _PROCESSOR_FILES)
     if own:
         source, extra = str(saved), {"trust_remote_code": spec.trust_remote_code}
-    with _reported(replace(spec, name=str(saved)) if own else spec):
+    with _reported(replace(spec, name=str(saved)) if own else spec), hub.offline_if_unreachable(source):
         processor = _processor(spec, source, extra)
     if own:
         return processor
@@ -156,7 +156,8 @@ def read_config(spec: ModelSpec) -> Any:
 
     source, extra = _source(spec)
     try:
-        return AutoConfig.from_pretrained(source, **extra)
+        with hub.offline_if_unreachable(source):
+            return AutoConfig.from_pretrained(source, **extra)
     except Exception:  # every config class raises other exceptions
         return None
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from nalora.errors import NALoRAError, did_you_mean
 from nalora.files import expanded
-from nalora.models import loading
+from nalora.models import hub, loading
 from nalora.models.adapters import adapter_config, is_adapter, with_adapter
 from nalora.models.loading import Kind, Loaded, ModelSpec
 from nalora.runs import checkpoints
@@ -195,9 +195,10 @@ def _adapter_on_hub(name: str) -> Path | None:
     from transformers.utils import find_adapter_config_file
 
     try:
-        if find_adapter_config_file(name) is None:
-            return None
-        return Path(snapshot_download(name, allow_patterns=_ADAPTER_PATTERNS))
+        with hub.offline_if_unreachable(name):
+            if find_adapter_config_file(name) is None:
+                return None
+            return Path(snapshot_download(name, allow_patterns=_ADAPTER_PATTERNS))
     except (OSError, ValueError):  # loading it as a model reports why
         return None
 

@@ -12,14 +12,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from nalora.errors import NALoRAError, did_you_mean
+from nalora.errors import NALoRAError, did_you_mean, refuse_all
 from nalora.files import expanded
 from nalora.models.file_digest import digest_of_file
 from nalora.tasks.sources import NoSplitError, datasets_library, hub_data
-from nalora.tasks.text_files import JsonLines, Report, Row, Table
+from nalora.tasks.text_files import JsonLines, Report, Row, Table, UnreadableLinesError
 
+Checked = TypeVar("Checked")
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 HUB = "hub:"
 _CONVERT = "convert the data to JSON lines"
@@ -52,11 +53,44 @@ def open_rows(source: str | Path, split: str = "train", report: Report = lambda 
 
     Raises:
         NoSplitError: a folder or data set without that split.
-        NALoRAError: nothing there, a kind of file that is not supported, or rows that cannot be read.
+        UnreadableLinesError: lines that are no rows, of all files.
+        NALoRAError: nothing there, or a kind of file that is not supported.
     """
     if str(source).startswith(HUB):
         return _hub(str(source)[len(HUB) :], split)
-    return _joined([_opened(file, report) for file in files_for(source, split)])
+    parts: list[Rows] = []
+    errors: list[UnreadableLinesError] = []
+    for file in files_for(source, split):
+        try:
+            parts.append(_opened(file, report))
+        except UnreadableLinesError as error:
+            errors.append(error)
+            parts += error.readable
+    if len(errors) == 1:
+        raise UnreadableLinesError(errors[0].where, errors[0].found, errors[0].expected, parts)
+    if errors:
+        found = "; ".join(f"{Path(error.where).name}: {error.found}" for error in errors)
+        raise UnreadableLinesError(str(source), found, " and ".join({error.expected: None for error in errors}), parts)
+    return _joined(parts)
+
+
+def opened_and_checked(open_file: Callable[[], Rows], check: Callable[[Rows], Checked]) -> Checked:
+    """Return what `check` makes of the rows; one error names the problems of lines and those that `check` finds."""
+    try:
+        rows = open_file()
+    except UnreadableLinesError as error:
+        if any(map(len, error.readable)):
+            _check_others(error, check)
+        raise
+    return check(rows)
+
+
+def _check_others(error: UnreadableLinesError, check: Callable[[Rows], Any]) -> None:
+    try:
+        check(_joined([part for part in error.readable if len(part)]))
+    except NALoRAError as other:
+        problems = [(True, problem.found, problem.fix) for problem in (error, other)]
+        refuse_all(error.where, f"{error.expected}, and {other.expected}", problems)
 
 
 def files_for(source: str | Path, split: str) -> list[Path]:

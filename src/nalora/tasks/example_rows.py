@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nalora.errors import NALoRAError, counted, listed
 from nalora.models.file_digest import settled_state
-from nalora.tasks.data_files import Rows, files_for, open_rows
+from nalora.tasks.data_files import Rows, files_for, open_rows, opened_and_checked
 from nalora.tasks.data_formats import Conversation, Reader, reader_for
 from nalora.tasks.splits import hold_out_indices, question_key
 from nalora.tasks.task import Example, alpaca
@@ -62,7 +62,19 @@ def checked_rows(
     identity = (source, format, tuple((columns or {}).items()), *states)
     if identity in _kept:
         return _kept[identity]
-    rows = open_rows(source, split, report)
+    checked = opened_and_checked(
+        lambda: open_rows(source, split, report), lambda rows: _checked(source, rows, format, columns, report)
+    )
+    if states and None not in states:
+        while len(_kept) >= _MOST_KEPT:
+            _kept.pop(next(iter(_kept)))
+        _kept[identity] = checked
+    return checked
+
+
+def _checked(
+    source: str, rows: Rows, format: str | None, columns: Mapping[str, str] | None, report: Report
+) -> CheckedRows:
     reader = reader_for(source, rows[0], format, columns)
     keys, turns = array("Q"), dict[tuple[str, ...], Turns]()
 
@@ -87,12 +99,7 @@ def checked_rows(
             expected=f"rows of the format {reader.format.name}",
             fix="correct or remove them, or name other columns with columns",
         )
-    checked = CheckedRows(rows, reader, keys, turns)
-    if states and None not in states:
-        while len(_kept) >= _MOST_KEPT:
-            _kept.pop(next(iter(_kept)))
-        _kept[identity] = checked
-    return checked
+    return CheckedRows(rows, reader, keys, turns)
 
 
 class ExampleRows(Sequence[Example]):

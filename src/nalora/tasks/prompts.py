@@ -8,7 +8,7 @@ from typing import Any
 
 from nalora.errors import NALoRAError, listed
 from nalora.files import expanded
-from nalora.tasks.data_files import SUFFIXES, Rows, open_rows
+from nalora.tasks.data_files import SUFFIXES, Rows, open_rows, opened_and_checked
 from nalora.tasks.data_formats import FORMATS, Conversation, Reader
 from nalora.tasks.example_rows import plain_prompt
 from nalora.tasks.task import Example
@@ -54,12 +54,18 @@ class PromptRows(Sequence[Example]):
     ) -> None:
         path = expanded(source)
         is_text = path.suffix.lower() == ".txt" and path.is_file()
-        self.rows: Rows = TextLines(path, report) if is_text else open_rows(source, split, report)
-        self.reader = _reader(source, self.rows[0], columns or {})
         self.system, self.wrap = system, wrap
-        if problems := listed(self._problems()):
-            fix = "correct or remove them, or name other columns with --columns"
-            raise NALoRAError(source, found=problems, expected="rows with a prompt", fix=fix)
+
+        def opened() -> Rows:
+            return TextLines(path, report) if is_text else open_rows(source, split, report)
+
+        def check(rows: Rows) -> None:
+            self.rows, self.reader = rows, _reader(source, rows[0], columns or {})
+            if problems := listed(self._problems()):
+                fix = "correct or remove them, or name other columns with --columns"
+                raise NALoRAError(source, found=problems, expected="rows with a prompt", fix=fix)
+
+        opened_and_checked(opened, check)
 
     def _problems(self) -> Iterator[str]:
         for place in range(len(self.rows)):

@@ -6,7 +6,7 @@ import csv
 import json
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,21 @@ Row = dict[str, Any]
 Report = Callable[[str, int, int], None]
 # Rows between two reports: a file of 1 GB has a million of them.
 REPORTED_ROWS = 2_000
+
+
+class UnreadableLinesError(NALoRAError):
+    """Lines of data files that are no rows.
+
+    Args:
+        where: the file or the folder.
+        found: the lines and what is wrong with them.
+        expected: the lines of such files.
+        readable: the opened files, without these lines.
+    """
+
+    def __init__(self, where: str, found: str, expected: str, readable: Sequence[Any]) -> None:
+        self.readable = readable
+        super().__init__(where, found=found, expected=expected, fix="correct or remove these lines")
 
 
 class TextFile:
@@ -30,7 +45,7 @@ class TextFile:
         if self._file.read(3) != b"\xef\xbb\xbf":  # a byte order mark is not part of the first row
             self._file.seek(0)
         if problems := listed(problem for problem in self._reported(report) if problem):
-            raise NALoRAError(str(path), found=problems, expected=self.expected, fix="correct or remove these lines")
+            raise UnreadableLinesError(str(path), problems, self.expected, [self])
         if not len(self):
             raise NALoRAError(str(path), found="no rows", expected=self.expected, fix="name another file")
 
@@ -40,12 +55,12 @@ class TextFile:
         name, megabytes = f"reading {self.path.name} (MB)", self.path.stat().st_size // 10**6
         for number, problem in enumerate(self._scan(), 1):
             if number % REPORTED_ROWS == 0:
-                report(name, self.starts[-1] // 10**6, megabytes)
+                report(name, self.starts[-1] // 10**6 if self.starts else 0, megabytes)
             yield problem
         report(name, megabytes, megabytes)
 
     def _scan(self) -> Iterator[str | None]:
-        """Remember where each row begins, and yield for each what is wrong with it."""
+        """Remember where each good row begins, and yield for each row what is wrong with it."""
         raise NotImplementedError
 
     def _read(self, file: Iterator[bytes]) -> Row:
@@ -91,9 +106,10 @@ class Lines(TextFile):
         start = self._file.tell()
         for number, line in enumerate(self._file, 1):
             if line.strip():
-                self.starts.append(start)
-                self.lines.append(number)
                 problem = self._problem(line)
+                if problem is None:
+                    self.starts.append(start)
+                    self.lines.append(number)
                 yield problem and f"line {number}: {problem}"
             start += len(line)
 
@@ -165,11 +181,12 @@ class Table(TextFile):
                 self.header = fields
                 if repeated := {name for name in fields if fields.count(name) > 1}:
                     yield f"line {number}: the column {min(repeated)!r} twice"
-            elif fields:
+            elif len(fields) == len(self.header):
                 self.starts.append(start)
                 self.lines.append(number)
-                same = len(fields) == len(self.header)
-                yield None if same else f"line {number}: {len(fields)} fields instead of {len(self.header)}"
+                yield None
+            elif fields:
+                yield f"line {number}: {len(fields)} fields instead of {len(self.header)}"
 
     def _read(self, file: Iterator[bytes]) -> Row:
         csv.field_size_limit(2**31 - 1)

@@ -9,13 +9,12 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import TextColumn
 from transformers import TrainerCallback
 
 from nalora.distributed import processes
 from nalora.files.atomic import json_text
 from nalora.runs.folder import RunFolder, write_json
-from nalora.runs.progress import progress_bars
+from nalora.runs.progress import LiveText, progress_bars
 
 # In a checkpoint: the loss sums and the time so far, which a resumed Trainer would restart at 0.
 _TOTALS = "so_far.json"
@@ -125,7 +124,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
     """Shows steps, loss and, for NA-LoRA, regime shares and step scales."""
 
     def __init__(self, console: Console, title: str) -> None:
-        self.progress = progress_bars(console, TextColumn("{task.fields[live]}"))
+        self.progress = progress_bars(console, LiveText("{task.fields[live]}"))
         self.title = title
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
