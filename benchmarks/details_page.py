@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from peers_page import LAUNCHES, Row, latest
 
 FP8_GRADIENTS, IN_TRAINER = "gradients with an FP8 base", "small model in Trainer"
+FP8_SOURCES = "sources of the difference with an FP8 base"
 
 
 def launches(rows: list[Row]) -> Iterator[str]:
@@ -37,6 +38,20 @@ def fp8_gradients(rows: list[Row]) -> Iterator[str]:
             if row["p50"]:
                 middle = f"{float(row['p50']):.3f} | {float(row['p20']):.3f} … {float(row['p80']):.3f}"
                 yield f"| {name} | {middle} | {float(row['worst_cosine']):.3f} |"
+
+
+def fp8_sources(rows: list[Row]) -> Iterator[str]:
+    """Yield how far gradients and losses are from exact ones if only a part of the products is rounded."""
+    for setting, variants in latest(rows, FP8_SOURCES).items():
+        first = next(iter(variants.values()))
+        yield f"\n## Where the difference with an FP8 base comes from: {setting}\n\n`python benchmarks/fp8_sources.py`,"
+        yield f"{first['device']}, commit {first['commit']}. Differences from the model in float32, of the loss and of all"
+        yield "gradients together, and the lowest cosine of a layer. The weights were dequantised from 4 bits, and NF4"
+        yield "rounds them to 4 bits again.\n"
+        yield "| what is rounded | loss | gradients | lowest cosine |\n|---|---|---|---|"
+        for name, row in variants.items():
+            cells = f"{float(row['loss_difference']):.2%} | {float(row['gradient_error']):.1%}".replace("%", " %")
+            yield f"| {name} | {cells} | {float(row['worst_cosine']):.3f} |"
 
 
 def in_trainer(rows: list[Row]) -> Iterator[str]:

@@ -49,13 +49,16 @@ def cosines(ours: agreement.Gradients, reference: agreement.Gradients) -> dict[s
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data-dir", default="data/gsm8k")
     parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--rows", type=Path, default=harness.ROWS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def prepared(args: argparse.Namespace) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Return the model with adapters whose B is not zero, and the examples, one to a batch."""
     loaded = loading.load(loading.ModelSpec(args.model, dtype="float32"))
     task = tasks.get("gsm8k", data_dir=args.data_dir)
     texts = [f"{example.question}\n{example.target}" for example in [*task.training_set()][: args.examples]]
@@ -65,7 +68,13 @@ def main() -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    reference = loss_and_gradients(model.train(), batches)
+    return model.train(), batches
+
+
+def main() -> None:
+    args = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
+    model, batches = prepared(args)
+    reference = loss_and_gradients(model, batches)
     print(nalora.fuse(model, base="fp8"), flush=True)
     ours = loss_and_gradients(model, batches)
     whole = agreement.compare(ours, reference)

@@ -60,6 +60,7 @@ def page(rows: list[Row]) -> str:
         details_page.launches,
         details_page.in_trainer,
         details_page.fp8_gradients,
+        details_page.fp8_sources,
         peers_page.tiles,
     )
     alone = (training_steps, memory_note, curves, kernel, decision, growth, small_model, cpu, generation)

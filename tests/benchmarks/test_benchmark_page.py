@@ -113,5 +113,10 @@ def test_launches_small_models_and_gradients_have_their_tables():
     text = lines(details_page.fp8_gradients, rows)
     assert "| q_proj | 0.960 | 0.960 … 0.960 | 0.800 |" in text
     assert "by 27% of their norm" in text
-    for section in (details_page.launches, details_page.in_trainer, details_page.fp8_gradients):
+    rows = [row("weights alone", None, question=details_page.FP8_SOURCES, loss_difference="0.0131",
+                gradient_error="0.278", worst_cosine="0.84336")]  # fmt: skip
+    assert "| weights alone | 1.31 % | 27.8 % | 0.843 |" in lines(details_page.fp8_sources, rows)
+    for section in (
+        details_page.launches, details_page.in_trainer, details_page.fp8_gradients, details_page.fp8_sources,
+    ):  # fmt: skip
         assert lines(section, [row("PEFT LoRA", 1.0)]) == ""
