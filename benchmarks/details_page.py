@@ -45,9 +45,9 @@ def fp8_sources(rows: list[Row]) -> Iterator[str]:
     for setting, variants in latest(rows, FP8_SOURCES).items():
         first = next(iter(variants.values()))
         yield f"\n## Where the difference with an FP8 base comes from: {setting}\n\n`python benchmarks/fp8_sources.py`,"
-        yield f"{first['device']}, commit {first['commit']}. Differences from the model in float32, of the loss and of all"
-        yield "gradients together, and the lowest cosine of a layer. The weights were dequantised from 4 bits, and NF4"
-        yield "rounds them to 4 bits again.\n"
+        yield f"{first['device']}, commit {first['commit']}. Differences from the model in float32, of the loss and of"
+        yield "all gradients together, and the lowest cosine of a layer. The weights were dequantised from 4 bits, and"
+        yield "NF4 rounds them to 4 bits again.\n"
         yield "| what is rounded | loss | gradients | lowest cosine |\n|---|---|---|---|"
         for name, row in variants.items():
             cells = f"{float(row['loss_difference']):.2%} | {float(row['gradient_error']):.1%}".replace("%", " %")

@@ -1,4 +1,4 @@
-"""Where the difference of gradients on an FP8 base comes from: weights, inputs or output gradients, on a real small model.
+"""Where gradients on an FP8 base differ: by rounding weights, inputs or output gradients, on a real small model.
 
 python benchmarks/fp8_sources.py [--model smollm2-135m] [--data-dir data/gsm8k] [--examples 8] [--rows FILE]
 
