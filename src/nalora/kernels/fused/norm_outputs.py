@@ -2,17 +2,22 @@
 
 A norm that is one function, Liger's for example, keeps its input for its own backward pass. The layers that read its
 output would keep that as well: at the shapes of Llama-3.1-8B with 4 × 1,024 tokens 64 tensors of 32 MiB, 2 GiB in all.
-Computing an output again reads and writes it once, and gives the same bits.
+Computing an output again reads and writes it once, and gives the same bits: it is the same function of the same input,
+weights and constants, all of which are noted when the norm runs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as torch_module
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from nalora.kernels.fused.foreign import ServedHook
@@ -62,64 +67,61 @@ def _as_it_is(rows: Tensor) -> Tensor:
 
 
 def _width(module: nn.Module) -> int | None:
-    """Return the number of features of a norm whose output depends on its input and its weights alone, else None."""
-    is_norm = type(module).__name__.endswith("Norm") and not isinstance(module, nn.modules.batchnorm._NormBase)
-    sizes = {parameter.shape for parameter in module._parameters.values() if parameter is not None}
-    if not is_norm or module._modules or len(sizes) != 1:
+    """Return the number of features of a module that has nothing but vectors of one size, as a norm has, else None."""
+    shapes = {parameter.shape for parameter in module._parameters.values() if parameter is not None}
+    if module._modules or len(shapes) != 1:
         return None
-    (shape,) = sizes
+    (shape,) = shapes
     return shape[0] if len(shape) == 1 else None
 
 
 class _NotesOrigin(ServedHook):
     """A hook on a norm that notes how its output can be computed again; a copy of the norm gets an inert one."""
 
-    def __init__(self) -> None:
-        self.keeps: dict[tuple[Any, ...], bool] = {}
-
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], y: Any) -> None:
-        """Note the origin of an output in a training pass."""
-        if torch.compiler.is_compiling() or not isinstance(y, Tensor) or not y.requires_grad or len(args) != 1:
+        """Note the origin of an output in a training pass, unless the output may be anything else than the norm's."""
+        if torch.compiler.is_compiling() or len(args) != 1 or not isinstance(y, Tensor) or y.nbytes < LEAST_BYTES:
             return
         (x,) = args
-        if y.nbytes >= LEAST_BYTES and x.requires_grad and self.keeps_input(norm, x):
-            _origins[y] = _Origin(TensorWeakRef(x), (x._version, y._version), _as_now(norm, x.device.type))
-
-    def keeps_input(self, norm: nn.Module, x: Tensor) -> bool:
-        """Return whether the norm keeps its input in any case, and its weights are the same in the backward pass."""
+        forward = _known_forward(norm)
+        # Other hooks may change an output in ways that autograd does not see.
+        hooked = len(norm._forward_hooks) > 1 or torch_module._global_forward_hooks
+        if forward is None or hooked or not isinstance(x, Tensor) or not _is_one_step(x, y):
+            return
         if any(p is not None and p.requires_grad for p in norm._parameters.values()):
-            return False
-        # Other kernels may be put in place of the norm's own at any time.
-        state = x.dtype, torch.is_autocast_enabled(x.device.type), getattr(norm.forward, "__func__", None)
-        if state not in self.keeps:
-            self.keeps[state] = _keeps(norm, x)
-        return self.keeps[state]
+            return
+        _origins[y] = _Origin(TensorWeakRef(x), (x._version, y._version), _as_now(forward, norm, x.device.type))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inert_hook, ()
 
 
-def _keeps(norm: nn.Module, x: Tensor) -> bool:
-    """Return whether autograd keeps the norm's input, by a pass with one row like those of x."""
-    row = torch.zeros_like(x[(0,) * (x.dim() - 1)][None], requires_grad=True)
-    kept: list[int] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, _as_it_is):
-        norm.forward(row)
-    return row.data_ptr() in kept
+def _known_forward(norm: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the function that a norm computes, if it is known to depend on its input and attributes alone."""
+    function: Any = getattr(norm.forward, "__func__", None)
+    known = [nn.LayerNorm.forward, nn.RMSNorm.forward]
+    if (liger := sys.modules.get("liger_kernel.transformers.rms_norm")) is not None:
+        known.append(liger.LigerRMSNorm.forward)
+    return function if function in known else None
 
 
-def _as_now(norm: nn.Module, device: str) -> Restore:
-    """Return a function that computes the norm as it is computed now: backward passes run outside of autocast."""
+def _is_one_step(x: Tensor, y: Tensor) -> bool:
+    """Return whether y is x after one node of the autograd graph: unchanged since, and computed without a cast of x.
+
+    A norm that is one node keeps its input. In place, or by a hook, y would become the output of another node.
+    """
+    node: Any = y.grad_fn
+    return x.requires_grad and node is not None and node.next_functions[:1] == (tuple(get_gradient_edge(x))[:2],)
+
+
+def _as_now(forward: Callable[..., Tensor], norm: nn.Module, device: str) -> Restore:
+    """Return the function of a norm with its weights and constants as they are now, autocast included."""
+    weights = {name: p if p is None else p.detach() for name, p in norm._parameters.items()}
+    constants = SimpleNamespace(**{**vars(norm), **weights})
     cast_to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def again(x: Tensor) -> Tensor:
         with torch.no_grad(), nullcontext() if cast_to is None else torch.autocast(device, cast_to):
-            y: Tensor = norm.forward(x)
-        return y
+            return forward(constants, x)
 
     return again
