@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 import nalora
 from nalora.kernels.fused import fp8_base, fp8_refusals
+from nalora.kernels.fused.foreign import hooks_of
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -319,3 +320,33 @@ def test_what_cannot_be_fp8_is_refused_by_name_and_left_unchanged(monkeypatch):
         fp8_refusals.refuse_unless_supported(torch.device("cuda"))
     with pytest.raises(nalora.NALoRAError, match="a model on mps"):
         fp8_refusals.refuse_unless_supported(torch.device("mps"))
+
+
+@pytest.mark.parametrize("options", [{}, {"compile_layers": True}])
+def test_a_copy_of_a_fused_model_is_fused_again(options):
+    """The copy has the method of a replaced forward, and inert hooks in place of ours."""
+    model = llama()
+    nalora.fuse(model)
+    copied = copy.deepcopy(model)
+    assert not any(map(hooks_of, copied.modules()))
+    nalora.fuse(copied, **options)
+    expected = model.eval()(**batch()).loss
+    with torch.no_grad():
+        torch.testing.assert_close(copied.eval()(**batch()).loss, expected)
+    assert train(copied.train(), steps=1)[0] == pytest.approx(train(model.train(), steps=1)[0], rel=1e-5)
+
+
+def test_a_backward_inside_autocast_of_a_pass_outside_of_it():
+    models = [llama(dtype) for dtype in (torch.float32, torch.float32)]
+    nalora.fuse(models[0])
+    gradients = []
+    for model in models:
+        loss = model(**batch()).loss
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.dtype is torch.float32
+        # PEFT's own backward pass rounds to bf16 there.
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=0.05, atol=0.05 * gradient.abs().max().item())

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nalora.errors import NALoRAError, missing_package
 from nalora.kernels.fused.adapters import frozen_weight
+from nalora.kernels.fused.foreign import hooks_of
 from nalora.kernels.fused.linears_op import is_stored_in_tensors
 from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
 from nalora.kernels.inert_hook import inert_hook
@@ -56,9 +57,9 @@ def refuse_unless_compilable(model: nn.Module) -> None:
             if base is not None and frozen_weight(module) is not None and not is_stored_in_tensors(base):
                 found, fix = f"a weight in 4 bits ({type(base).__name__})", "leave compile_layers out"
                 raise NALoRAError(where, found=found, expected="a weight in its own precision or FP8", fix=fix)
-            if module._forward_hooks or module._forward_pre_hooks:
-                found, fix = "forward hooks on the module", "remove them before, or leave compile_layers out"
-                raise NALoRAError(where, found=found, expected="layers without hooks", fix=fix)
+            if hook := hooks_of(module):
+                fix = "remove it before, or leave compile_layers out"
+                raise NALoRAError(where, found=hook, expected="layers without hooks", fix=fix)
     device = next(model.parameters()).device
     if not can_compile(device):
         if device.type == "cuda":

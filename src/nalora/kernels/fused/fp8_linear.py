@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nalora.kernels.fused import fp8
+from nalora.kernels.fused.backward_pass import backward_pass
 from nalora.kernels.fused.fp8 import Quantised, quantise_rows
 from nalora.kernels.fused.frozen import FrozenWeight, Rows, SummedWeight
 from nalora.kernels.fused.lora_linear import compute_dtype, in_shape
@@ -145,7 +145,7 @@ class _Product(torch.autograd.Function):
         return in_shape(y, x.shape)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         rows = dy.reshape(-1, dy.shape[-1])
         dx = fp8.input_gradient([ctx.weight], [rows], rows.dtype)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -27,18 +26,18 @@ from nalora.errors import NALoRAError, refuse_first
 from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import decoder_layers, without_cache
 from nalora.kernels.fused.cuda_recorder import CudaRecorder
+from nalora.kernels.fused.foreign import hooks_of
 from nalora.kernels.fused.layer_calls import Call
 from nalora.kernels.fused.layer_recording import (
     Buffer,
     LayerGraphs,
     PassState,
     Recorder,
-    Watched,
     fixed,
     kind_of,
-    places_of,
 )
-from nalora.kernels.fused.replaced_forward import Replacement, replace_forward, replaced_by
+from nalora.kernels.fused.layer_state import LayerState
+from nalora.kernels.fused.replaced_forward import Replacement, replace_forward
 
 # Each captured shape takes a second or two to capture, and memory for its inputs.
 MOST_SHAPES = 16
@@ -81,9 +80,7 @@ class GraphedLayers:
     ) -> None:
         self.names, self.layers = [*layers], [*layers.values()]
         self.factors, self.make_recorder = factors, make_recorder
-        self.places = [places_of(layer) for layer in self.layers]
-        self.watched = [_watched(layer) for layer in self.layers]
-        self.adapted = [module for layer in self.layers for module in layer.modules() if isinstance(module, LoraLayer)]
+        self.contents = LayerState(self.layers)
         self.replacements = [_GraphedLayer(self, index) for index in range(len(self.layers))]
         self._forget()
 
@@ -137,10 +134,13 @@ class GraphedLayers:
         waiting = self.last_token() if self.last_token is not None else None
         if kind is None or (waiting is not None and waiting.waiting):
             return
-        if self._current_state() != self.state:
+        if self.contents.has_hooks_of_others():
+            self.log_once("hooks were added inside decoder layers, which a replay would not call; layers run eagerly")
+            return
+        if self.contents.current() != self.state:
             self._forget()
-            self.places = [places_of(layer) for layer in self.layers]
-            self.state = self._current_state()
+            self.contents.collect()
+            self.state = self.contents.current()
         record = self.records.get(kind)
         if kind not in self.graphs and record is not None and record.had_backward and not record.problem:
             self._capture(kind, record)
@@ -151,14 +151,6 @@ class GraphedLayers:
             self.log_once(f"{MOST_SHAPES} shapes of batches were captured, and others run eagerly; pad to fewer")
         elif record is None or not record.problem:
             self.recorded = self.records[kind] = _Record()
-
-    def _current_state(self) -> tuple[Any, ...]:
-        """Return what graphs depend on besides their arguments: where parameters are, and which adapters are active."""
-        parameters = (module._parameters[name] for places in self.places for module, name, _ in places)
-        state: list[Any] = [None if p is None else (id(p), p.data_ptr(), p.requires_grad) for p in parameters]
-        state += [part.addresses() for parts in self.watched for part in parts]
-        state += [(layer.disable_adapters, *layer.merged_adapters, *layer.active_adapters) for layer in self.adapted]
-        return tuple(state)
 
     def _record(self, index: int, call: Call, kind: tuple[Any, ...] | None) -> Any:
         record = self.recorded
@@ -198,7 +190,8 @@ class GraphedLayers:
         with self.recorder.recording():
             for index, call in enumerate(record.calls):
                 before = graphs[-1].output if graphs else None
-                layer = LayerGraphs(index, call, record.kinds[index], self.places[index], self.watched[index])
+                places, watched = self.contents.places[index], self.contents.watched[index]
+                layer = LayerGraphs(index, call, record.kinds[index], places, watched)
                 layer.allocate(before, shared, requires_grad=record.requires_grad[index])
                 layer.capture_forward(self.recorder, lambda fixed, index=index: self.eager(index, fixed))
                 graphs.append(layer)
@@ -225,7 +218,7 @@ class GraphedLayers:
     def _leave(self, index: int, call: Call, states: list[PassState]) -> Any:
         """Compute a layer and the rest of this pass eagerly; its parts have decided for the pass already."""
         self.replayed = None
-        with fixed(self.watched[index], states):
+        with fixed(self.contents.watched[index], states):
             return self.eager(index, call)
 
     def log_once(self, reason: str) -> None:
@@ -280,21 +273,18 @@ class _Replay(torch.autograd.Function):
         return dx, None, None, *gradients
 
 
-def _watched(layer: nn.Module) -> list[Watched]:
-    parts = (replaced_by(module) for module in layer.modules())
-    return [part for part in parts if isinstance(part, Watched) and part.is_observed()]
-
-
 def refuse_unless_graphable(model: nn.Module) -> None:
     """Raise NALoRAError for a model whose layers cannot be replayed, before anything is changed."""
     layers, device = decoder_layers(model), next(model.parameters()).device
-    hooked = (
-        f"{name}.{inner}" if inner else name
-        for name, layer in layers.items()
-        for inner, module in layer.named_modules()
-        if module is not layer and (module._forward_hooks or module._forward_pre_hooks)
+    hook = next(
+        (
+            f"{found} on {name}.{inner}"
+            for name, layer in layers.items()
+            for inner, module in layer.named_modules()
+            if module is not layer and (found := hooks_of(module))
+        ),
+        "",
     )
-    hook = next(hooked, None)
     problems = (
         (device.type != "cuda", f"a model on {device.type}", "leave cuda_graphs out"),
         (not layers, "no list of layers that all have LoRA adapters", "leave cuda_graphs out"),
@@ -304,9 +294,9 @@ def refuse_unless_graphable(model: nn.Module) -> None:
             "leave one of the two out: a model that needs checkpointing is large enough without graphs",
         ),
         (
-            hook is not None,
-            f"forward hooks on {hook}, which a replay would not call",
-            "remove them, or leave cuda_graphs out",
+            bool(hook),
+            f"{hook}, which a replay would not call",
+            "remove it, or leave cuda_graphs out",
         ),
     )
     refuse_first("fuse(cuda_graphs=True)", "decoder layers on one CUDA device, without hooks inside", problems)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalora.kernels.fused import gated
 from nalora.kernels.fused.adapters import Factors
+from nalora.kernels.fused.backward_pass import backward_pass
 from nalora.kernels.fused.frozen import DenseWeight, FrozenWeight, Rows, input_gradient
 from nalora.kernels.fused.gated import GateSpec, LowRank
 from nalora.kernels.fused.lora_linear import in_shape, product_as, scaled_rows
@@ -151,7 +151,7 @@ class LoRAFFN(torch.autograd.Function):
         return in_shape(y, x.shape)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of A and B of gate, up and down."""
         source, z, u, projected, h_projected, a_both, b_gate, b_up, a_down, b_down = ctx.saved_tensors

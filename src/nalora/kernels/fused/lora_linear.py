@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nalora.kernels.fused.adapters import Factors
+from nalora.kernels.fused.backward_pass import backward_pass
 from nalora.kernels.fused.frozen import FrozenWeight, Rows, input_gradient
 from nalora.kernels.fused.norm_outputs import saved_form
 
@@ -120,7 +120,7 @@ class LoRALinears(torch.autograd.Function):
         return tuple(in_shape(y, x.shape) for y in outputs)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         """dx = Σ dyᵢ Wᵢ + (dyᵢ Bᵢ) sᵢ Aᵢ; dAᵢ = sᵢ (dyᵢ Bᵢ)ᵀ x; dBᵢ = dyᵢᵀ (x (sᵢ Aᵢ)ᵀ)."""
         source, projected, a, *b = ctx.saved_tensors

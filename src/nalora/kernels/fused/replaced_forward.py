@@ -48,6 +48,8 @@ def replace_forward(module: nn.Module, replacement: Replacement) -> Callable[[],
     """Replace the forward of this one module; return a function that restores it."""
     attributes = vars(module)
     before, below = attributes.get("forward"), attributes.get(_ATTRIBUTE)
+    if below is None and getattr(before, "__func__", None) is _forward_of(type(module)):
+        before = None  # a deep copy of a replaced module has the method, which would call itself
     replacement.before, replacement.below = before, below
     attributes["forward"] = MethodType(_forward_of(type(module)), module)
     attributes[_ATTRIBUTE] = replacement
