@@ -12,7 +12,8 @@ from nalora.methods import optimizers
 # Limits that the type does not express: (settings, condition, expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate alpha epochs", lambda n: n > 0, "a positive number"),
-    ("rank batch_size micro_batch_size max_length log_every steps stop_after train_limit", lambda n: n >= 1, "1 or more"),
+    ("rank batch_size micro_batch_size max_length log_every", lambda n: n >= 1, "1 or more"),
+    ("steps stop_after train_limit", lambda n: n >= 1, "1 or more"),
     ("weight_decay max_norm save_every save_minutes", lambda n: n >= 0, "0 or more"),
     ("snapshot_every seed validation_size", lambda n: n >= 0, "0 or more"),
     ("dropout", lambda n: 0 <= n < 1, "a number in [0, 1)"),
