@@ -1,4 +1,4 @@
-"""Write what is published of the kept runs: results/STUDY/answer.*, docs/findings.md and its picture.
+"""Write what is published of the kept runs: answers, docs/findings.md and its picture, the evidence of `suggest`.
 
 python results/publish.py
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import findings
 import picture
+import rate_evidence
 from restore import RESULTS, restore
 from run_tables import RUNS
 
@@ -32,6 +33,7 @@ def main() -> None:
             if (STUDIES / f"{name}.yaml").is_file():
                 print(keep_answer(name, store))
         print(findings.write(store))
+        print(rate_evidence.write(store))
     print(picture.draw())
 
 

@@ -145,9 +145,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the bar, at the step that a resumed run starts from."""
         if state.is_world_process_zero:
-            self.task = self.progress.add_task(
-                self.title, total=self.steps, completed=state.global_step, live="loss –"
-            )
+            self.task = self.progress.add_task(self.title, total=self.steps, completed=state.global_step, live="loss –")
             self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
