@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from figure_files import check_files, texts
-from report import run_folders
 
 from nalora.errors import NALoRAError
 from nalora.report.data import read_run
 from nalora.report.rate_figure import draw_rates, rate_figure
+from report import run_folders
 
 COMPARED = "mean loss of steps 21 to 30"
 

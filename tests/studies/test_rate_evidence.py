@@ -38,7 +38,9 @@ def test_tasks_are_added_up_and_means_are_weighted():
     assert lowest.startswith("In 1 of them it was the lowest rate of the grid")
     assert "has not been judged on any other task" in limits
     assert "one model (m, 135M parameters), with runs of 210 steps" in limits
-    assert evidence.on_the_next_rate() == "an octave above the pick was better in 2 of 3 grids on a and 0 of 1 grid on b"
+    assert (
+        evidence.on_the_next_rate() == "an octave above the pick was better in 2 of 3 grids on a and 0 of 1 grid on b"
+    )
 
 
 def test_the_evidence_that_comes_with_nalora_is_about_the_rule():

@@ -1,4 +1,4 @@
-"""A rate is suggested from short runs: the rule's pick, the ends of the grid, divergence, noise; and what they train."""
+"""A rate is suggested from short runs: the pick, ends of the grid, divergence, noise; and what short runs train."""
 
 from __future__ import annotations
 
