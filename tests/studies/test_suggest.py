@@ -13,7 +13,7 @@ from nalora.runs.folder import RunFolder
 from nalora.runs.settings import check
 from nalora.studies import suggest
 from nalora.studies.conduct import conduct
-from nalora.studies.rate_evidence import RULE
+from nalora.studies.rate_evidence import known
 from nalora.studies.store import Store
 from nalora.studies.suggest import ShortRuns, short_runs
 from nalora.training.run import train
@@ -52,7 +52,7 @@ def pick(run, tmp_path):
             ending = {"diverged": True, "diverged_step": last} if diverged else {"train_loss": 1.0}
             folder.result.write_text(json.dumps(ending | {"steps": last}))
         shorts = suggest.logged(schedule, STEPS)
-        return suggest.suggest(shorts, RULE, STEPS), shorts
+        return suggest.suggest(shorts, known(), STEPS), shorts
 
     return from_losses
 
@@ -70,6 +70,33 @@ def test_the_rate_with_the_lowest_mean_loss_of_the_last_ten_steps_is_picked(pick
 def test_a_pick_at_an_end_of_the_grid_is_named(pick, best, end):
     suggestion, _ = pick({rate: 1.0 if rate == best else 1.2 for rate in RATES})
     assert (suggestion.rate, suggestion.end) == (best, end)
+
+
+def test_the_rate_above_is_worth_a_run_only_at_a_difference_that_stored_grids_had(pick):
+    loss = sum(loss_at(step, 1.1) for step in range(21, 31)) / 10
+    most = known().total.next_gap
+    assert 0 < most < 0.1
+    suggestion, _ = pick({1e-3: 1.3, 2e-3: 1.1, 4e-3: 1.1 + 0.9 * most * loss, 8e-3: 1.4})
+    assert suggestion.next == 4e-3
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {1e-3: 1.3, 2e-3: 1.1, 4e-3: 1.4, 8e-3: 1.5},  # far above
+        {1e-3: 1.3, 2e-3: 1.1, 4e-3: "9", 8e-3: "5"},  # diverged
+        {1e-3: 1.3, 2e-3: 1.1, 6e-3: 1.1001},  # not an octave
+    ],
+)
+def test_other_rates_above_are_not_recommended(pick, losses):
+    suggestion, _ = pick(losses)
+    assert (suggestion.rate, suggestion.next) == (2e-3, None)
+
+
+def test_rates_with_the_same_loss_within_noise_are_named(pick):
+    noise = iter([0.3, -0.2, 0.25, -0.35, 0.1] * 100)
+    suggestion, _ = pick({1e-3: 1.0, 2e-3: 1.01, 4e-3: 2.0}, lambda step, final: final + next(noise) * (final == 1.01))
+    assert (suggestion.rate, suggestion.equal) == (1e-3, (2e-3,))
 
 
 def test_a_grid_is_extended_by_two_rates_of_the_same_distance():
@@ -100,7 +127,16 @@ def test_nothing_is_suggested_if_losses_are_equal_within_noise(pick):
 def test_equal_losses_are_no_suggestion_and_small_but_steady_differences_are(pick):
     assert suggest.equal([1.0, 2.0], [1.0, 2.0])
     assert suggest.equal([1.0], [1.0])
-    assert not suggest.equal([1.0, 3.0, 2.0], [1.01, 3.01, 2.01])
+    assert not suggest.equal([1.0, 3.0, 2.0], [1.01, 3.03, 2.03])
+
+
+def test_a_rate_whose_loss_jumps_is_not_equal_to_one_whose_loss_falls():
+    """Measured: SmolLM2-135M, batches of two sums, steps 3 to 12 at 0.002 and 0.008."""
+    falls = [1.50, 1.73, 1.71, 1.17, 1.06, 1.16, 0.90, 0.21, 0.30, 0.27]
+    jumps = [1.28, 1.65, 9.97, 1.15, 6.60, 2.37, 2.30, 0.95, 1.15, 2.06]
+    near = [1.87, 1.74, 1.63, 1.16, 0.81, 1.26, 0.57, 0.44, 0.48, 0.73]
+    assert not suggest.equal(falls, jumps)
+    assert suggest.equal(falls, near)
 
 
 def test_unfinished_runs_have_no_loss(run, tmp_path):
@@ -185,4 +221,4 @@ def test_a_short_run_that_diverges_is_a_result(small, tmp_path):
     fine, diverged = suggest.logged(progress.schedule, 6)
     assert (fine.diverged, diverged.loss) == (None, None)
     assert diverged.diverged is not None
-    assert suggest.suggest([fine, diverged], RULE, 6).rate == 1e-3
+    assert suggest.suggest([fine, diverged], known(), 6).rate == 1e-3

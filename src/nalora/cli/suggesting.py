@@ -145,12 +145,12 @@ def _print_plan(screen: Console, described: Run, study: Study, folder: Path, ste
 
     settings, rates = described.settings, study.arms[0].learning_rates
     progress = so_far(study, store_of(folder).absolute(), ShortRuns)
-    finished = f", {progress.done} of them finished before" if progress.done else ""
+    finished = f"; {progress.done} of them finished before" if progress.done else ""
     share = 100 * len(rates) * steps / whole
     lines = [
         f"{described.method.title} of {settings.model} on {settings.task}: a run of {counted(whole, 'step')}",
-        f"{counted(len(rates), 'short run')} of {counted(steps, 'step')}{finished}: "
-        f"{len(rates) * steps:,} steps, {share:.0f} % of one full run",
+        f"{counted(len(rates), 'short run')} of {counted(steps, 'step')}: "
+        f"{len(rates) * steps:,} steps, {share:.0f} % of one full run{finished}",
         f"Learning rates: {', '.join(f'{rate:g}' for rate in rates)}",
         f"Folder: {folder}",
     ]
@@ -190,7 +190,7 @@ def _table(shorts: Sequence[Short], steps: int, pick: float | None = None) -> An
     """Return a row for every rate: what it has reached, or what it resulted in."""
     from nalora.studies.suggest import compared
 
-    rows = table("learning rate", compared(steps), "their gradient norm, median", "run", "")
+    rows = table("learning rate", compared(steps), "median gradient norm", "run", "")
     for short in shorts:
         norm = "–" if short.grad_norm is None else f"{short.grad_norm:.3g}"
         if short.diverged is not None:
@@ -209,9 +209,9 @@ def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int
     from nalora.studies.suggest import write
 
     evidence, steps = rate_evidence.known(), commands.steps
-    suggestion = pick_of(shorts, evidence.rule, steps)
+    suggestion = pick_of(shorts, evidence, steps)
     screen.print(_table(shorts, steps, suggestion.rate))
-    lines, typed = _sentences(suggestion, shorts, commands)
+    lines, typed = _sentences(suggestion, commands, [short.rate for short in shorts])
     for line in lines:
         screen.print(Text(line), soft_wrap=True)
     file = write(
@@ -227,43 +227,38 @@ def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int
     screen.print(Text(_figure(shorts, suggestion, folder, steps)), soft_wrap=True)
 
 
-def _sentences(
-    suggestion: Suggestion, shorts: Sequence[Short], commands: _Commands
-) -> tuple[list[str], dict[str, str]]:
+def _sentences(suggestion: Suggestion, commands: _Commands, rates: Sequence[float]) -> tuple[list[str], dict[str, str]]:
     """Return what to print about a suggestion, and the commands in it by their purpose."""
     from nalora.studies import rate_evidence
     from nalora.studies.suggest import extended
 
     if suggestion.rate is None:
         return [f"No suggestion: {suggestion.reason}."], {}
-    rate, evidence = suggestion.rate, rate_evidence.known()
-    typed = {"train": commands.train(rate)}
-    lines = [f"Start with {rate:g}:", f"  {typed['train']}"]
+    evidence = rate_evidence.known()
+    typed = {"train": commands.train(suggestion.rate)}
+    lines = [f"Start with {suggestion.rate:g}:", f"  {typed['train']}"]
+    if suggestion.equal:
+        listed = " and ".join(f"{rate:g}" for rate in suggestion.equal)
+        lines.append(f"Within noise, {listed} resulted in the same loss.")
     if suggestion.end:
         side = "lower" if suggestion.end == "lowest" else "higher"
-        typed["extend"] = commands.suggest(extended([short.rate for short in shorts], suggestion.end))
+        typed["extend"] = commands.suggest(extended(rates, suggestion.end))
         lines += [
             f"This is the {suggestion.end} rate that was tried, and a {side} one may be better. To try two more "
             "(finished short runs are not repeated):",
             f"  {typed['extend']}",
         ]
-    lines += evidence.sentences()
-    if commands.steps != evidence.rule.steps:
-        lines.append(
-            f"They are about the loss after {evidence.rule.steps} steps; nothing is known about {commands.steps} steps."
-        )
-    total, diverged = evidence.total, [short.rate for short in shorts if short.diverged is not None]
-    if (
-        total.below > total.above
-        and suggestion.end != "highest"
-        and not any(r < 2.2 * rate for r in diverged if r > rate)
-    ):
-        typed["try next"] = commands.train(2 * rate)
-        lines.append(
-            f"If you can afford another run, try {2 * rate:g} as well: in the same grids the rate "
-            f"{evidence.on_the_next_rate()}."
-        )
-    return lines, typed
+    if suggestion.next is not None:
+        typed["try next"] = commands.train(suggestion.next)
+        lines.append(f"If you can afford another run, try {suggestion.next:g} as well (evidence below).")
+    rule = evidence.rule
+    lines += ["", f"How far to trust this rule, the lowest training loss after {rule.steps} steps:"]
+    lines += [f"- {sentence}" for sentence in evidence.sentences()]
+    if suggestion.next is not None:
+        lines.append(f"- In the same grids {evidence.on_the_next_rate()}.")
+    if commands.steps != rule.steps:
+        lines.append(f"- All of this is about {rule.steps} steps; nothing is known about {commands.steps} steps.")
+    return [*lines, ""], typed
 
 
 def _figure(shorts: Sequence[Short], suggestion: Suggestion, folder: Path, steps: int) -> str:

@@ -48,9 +48,12 @@ def rate_figure(
             drawing.draw_line(left, chart, number, f"{rate:g}", line)
         if lines:
             drawing.draw_axes(left, chart, layers=False)
-            notes += _limit(left, [np.asarray(line.y) for line in lines.values()])
         left.set_title("Training loss")
         _compared(right, losses)
+        if lines:
+            curves = [np.asarray(line.y) for line in lines.values()]
+            start, highest = max(curve[0] for curve in curves), max(curve.max() for curve in curves)
+            notes += _limit((left, right), float(start), float(highest))
         right.set_title(compared[0].upper() + compared[1:])
         right.set_xlabel("learning rate")
         if pick is not None:
@@ -70,12 +73,13 @@ def _compared(axes: Axes, losses: Mapping[float, float]) -> None:
     axes.set_xticks([], minor=True)
 
 
-def _limit(axes: Axes, curves: Sequence[np.ndarray]) -> list[str]:
-    """Limit the axis to losses near those of the start; return a note if some are above."""
-    first = max(float(curve[0]) for curve in curves)
-    lowest, highest = (float(side([side(curve) for curve in curves])) for side in (min, max))
-    top = _HIGHEST * first
+def _limit(panels: Sequence[Axes], start: float, highest: float) -> list[str]:
+    """Limit the axes to losses near that of the first step; return a note if some are above."""
+    top = _HIGHEST * start
     if highest <= top:
         return []
-    axes.set_ylim(lowest - 0.05 * (top - lowest), top)
+    for axes in panels:
+        low = axes.dataLim.y0
+        if axes.dataLim.y1 > top > low:
+            axes.set_ylim(low - 0.05 * (top - low), top)
     return [f"Losses above {top:.3g} are not shown; the highest is {highest:.3g}."]

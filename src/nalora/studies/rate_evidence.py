@@ -35,6 +35,7 @@ class Counts:
         loss_above_best: mean of the pick's final loss minus the best one of the grid.
         next_grids: grids with a rate an octave above the pick.
         next_better: those in which that rate has the lower final loss.
+        next_gap: in these, the largest amount by which its loss after the first steps was above the pick's, as a share.
     """
 
     grids: int
@@ -45,6 +46,7 @@ class Counts:
     loss_above_best: float
     next_grids: int
     next_better: int
+    next_gap: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Evidence:
         tasks = list(self.tasks.values())
         sums = {field.name: sum(getattr(task, field.name) for task in tasks) for field in dataclasses.fields(Counts)}
         mean = sum(task.grids * task.loss_above_best for task in tasks) / max(sums["grids"], 1)
-        return Counts(**sums | {"loss_above_best": mean})
+        return Counts(**sums | {"loss_above_best": mean, "next_gap": max(task.next_gap for task in tasks)})
 
     def sentences(self) -> list[str]:
         """Return how far the rule's picks were from the best rates, and what this does not show."""
@@ -74,21 +76,21 @@ class Evidence:
             f"{_times('above', total.above)} the best rate, {_times('at', total.at)} it and "
             f"{_times('below', total.below)} it; on average its final loss was {total.loss_above_best:.4f} above the "
             "best of the grid.",
-            f"In {total.lowest} of them it was the lowest rate of the grid, so that a wider grid may have given a "
-            "lower pick and a larger loss.",
+            f"In {total.lowest} of these grids it was the lowest rate of the grid, so that a wider grid may have given "
+            "a lower pick and a larger loss.",
             "These grids were looked at when the rule was chosen: it has not been judged on any other task. All are of "
             f"one model ({self.model}, {self.parameters / 1e6:.0f}M parameters), with runs of {steps} steps, and grids "
             "of one task share its data and seed.",
         ]
 
     def on_the_next_rate(self) -> str:
-        """Return on which tasks the rate an octave above the pick was better."""
+        """Return on which tasks the rate an octave above the pick was better, as the end of a sentence."""
         parts = [
             f"{task.next_better} of {counted(task.next_grids, 'grid')} on {name}"
             for name, task in self.tasks.items()
             if task.next_grids
         ]
-        return f"an octave above the pick was better in {' and '.join(parts)}"
+        return f"the rate an octave above the pick was better in {' and in '.join(parts)}"
 
 
 def _times(side: str, number: int) -> str:
@@ -100,7 +102,10 @@ def counts(rule: Rule, cases: Sequence[Case]) -> Counts:
     picks = [(case, rule.pick(case)) for case in cases]
     best = [min(case.rates, key=case.losses.__getitem__) for case in cases]
     sides = [math.copysign(1, pick - rate) if pick != rate else 0 for (_, pick), rate in zip(picks, best, strict=True)]
-    above = [(case.losses[pick], case.losses[rate]) for case, pick in picks if (rate := _octave_above(case, pick))]
+    following = [(case, pick, rate) for case, pick in picks if (rate := octave_above(case.rates, pick))]
+    better = [(case, pick, rate) for case, pick, rate in following if case.losses[rate] < case.losses[pick]]
+    name = f"{rule.measure}@{rule.steps}"
+    gaps = [case.early[rate][name] / case.early[pick][name] - 1 for case, pick, rate in better]
     return Counts(
         grids=len(cases),
         below=sides.count(-1),
@@ -108,13 +113,15 @@ def counts(rule: Rule, cases: Sequence[Case]) -> Counts:
         above=sides.count(1),
         lowest=sum(pick == case.rates[0] for case, pick in picks),
         loss_above_best=round(mean_regret(rule, cases), 6),
-        next_grids=len(above),
-        next_better=sum(other < own for own, other in above),
+        next_grids=len(following),
+        next_better=len(better),
+        next_gap=round(max(gaps, default=0.0), 4),
     )
 
 
-def _octave_above(case: Case, rate: float) -> float | None:
-    return next((other for other in case.rates if abs(math.log2(other / rate) - 1) < 0.05), None)
+def octave_above(rates: Sequence[float], rate: float) -> float | None:
+    """Return the rate of a grid that is twice this one; None without one."""
+    return next((other for other in rates if abs(math.log2(other / rate) - 1) < 0.05), None)
 
 
 def to_json(evidence: Evidence) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from nalora.runs.saved_run import diverged_step
 from nalora.runs.settings import Run
 from nalora.studies.job import Job, work
 from nalora.studies.rate_cases import WINDOW, early_measures
-from nalora.studies.rate_rules import Case, Rule
+from nalora.studies.rate_evidence import Evidence, octave_above
+from nalora.studies.rate_rules import Case
 from nalora.studies.schedule import Cell, Results, Schedule
 from nalora.studies.store import Store
 from nalora.studies.study import Arm, Study
@@ -36,7 +37,8 @@ NAME = "suggestion"
 # take lower rates. tests/results/test_rate_evidence.py compares the grids with these studies.
 ADAPTER_RATES = tuple(2.5e-4 * 2**octave for octave in range(7))
 FULL_RATES = tuple(2.5e-5 * 2**octave for octave in range(7))
-# Losses of two rates are equal if they differ by fewer standard errors of their differences, step by step.
+# Losses of two rates are equal within noise if the mean of their ratios' logarithms is fewer standard errors from 0.
+# Not of their differences: a rate whose loss jumps has such large ones that it would be equal to every other.
 _STANDARD_ERRORS = 3.0
 
 
@@ -70,11 +72,21 @@ class Short:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The rate to start with, or the reason why there is none; `end` is lowest or highest at an end of the grid."""
+    """The rate to start with, or the reason why there is none.
+
+    Args:
+        rate: the rule's pick.
+        reason: why there is none.
+        end: lowest or highest if the pick is at an end of the grid.
+        equal: other rates whose loss is the same within noise.
+        next: the rate an octave above, if such a rate was better in the stored grids at so small a difference.
+    """
 
     rate: float | None
     reason: str = ""
     end: str = ""
+    equal: tuple[float, ...] = ()
+    next: float | None = None
 
 
 class ShortRuns(Schedule):
@@ -215,8 +227,8 @@ def logged(schedule: Schedule, steps: int) -> list[Short]:
     return shorts
 
 
-def suggest(shorts: Sequence[Short], rule: Rule, steps: int) -> Suggestion:
-    """Return the rule's pick among finished short runs, or why it picks none."""
+def suggest(shorts: Sequence[Short], evidence: Evidence, steps: int) -> Suggestion:
+    """Return the pick of the evidence's rule among finished short runs, or why it picks none."""
     finite = {short.rate: short for short in shorts if short.loss is not None}
     if not finite:
         return Suggestion(None, "all rates diverged: give lower ones")
@@ -229,18 +241,25 @@ def suggest(shorts: Sequence[Short], rule: Rule, steps: int) -> Suggestion:
         )
     early = {rate: short.measures for rate, short in finite.items()}
     case = Case("short runs", steps, {short.rate: math.nan for short in shorts}, early)
-    rate = dataclasses.replace(rule, steps=steps).pick(case)
-    rates = sorted(short.rate for short in shorts)
-    return Suggestion(rate, end={rates[0]: "lowest", rates[-1]: "highest"}.get(rate, ""))
+    rate = dataclasses.replace(evidence.rule, steps=steps).pick(case)
+    same = [other for other in finite if other != rate and equal(finite[other].losses, finite[rate].losses)]
+    above = finite.get(octave_above(case.rates, rate) or 0.0)
+    most = (1 + evidence.total.next_gap) * (finite[rate].loss or 0.0)
+    return Suggestion(
+        rate,
+        end={case.rates[0]: "lowest", case.rates[-1]: "highest"}.get(rate, ""),
+        equal=tuple(same),
+        next=above.rate if above is not None and (above.loss or 0.0) <= most else None,
+    )
 
 
 def equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the mean losses of the same steps at two rates differ by less than three standard errors."""
-    differences = [first - second for first, second in zip(one, other, strict=True)]
-    mean = abs(statistics.fmean(differences))
-    if len(differences) < 2 or mean == 0:
+    """Whether the losses of the same steps at two rates differ by less than three standard errors."""
+    ratios = [math.log(max(first, 1e-9) / max(second, 1e-9)) for first, second in zip(one, other, strict=True)]
+    mean = abs(statistics.fmean(ratios))
+    if len(ratios) < 2 or mean == 0:
         return mean == 0
-    return mean < _STANDARD_ERRORS * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean < _STANDARD_ERRORS * statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 def compared(steps: int) -> str:
@@ -262,6 +281,8 @@ def write(folder: Path, shorts: Sequence[Short], suggestion: Suggestion, **furth
         "suggested_rate": suggestion.rate,
         "why_none": suggestion.reason or None,
         "end_of_grid": suggestion.end or None,
+        "same_loss_within_noise": list(suggestion.equal),
+        "also_try": suggestion.next,
         "nalora": __version__,
         **further,
         "rates": [
