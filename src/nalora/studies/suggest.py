@@ -34,7 +34,7 @@ from nalora.studies.study import Arm, Study
 NAME = "suggestion"
 # An octave apart, for Adam. In the stored studies (results/) the best rates are 4e-4 (LoRA-GA) to 1.13e-2 (GraLoRA,
 # k = 8) for adapters, and 4e-4 (GSM8K) to 1.6e-3 (cipher) for full fine-tuning of 135M parameters; larger models
-# take lower rates. tests/results/test_rate_evidence.py compares the grids with these studies.
+# take lower rates. tests/results/test_packaged_evidence.py compares the grids with these studies.
 ADAPTER_RATES = tuple(2.5e-4 * 2**octave for octave in range(7))
 FULL_RATES = tuple(2.5e-5 * 2**octave for octave in range(7))
 # Losses of two rates are equal within noise if the mean of their ratios' logarithms is fewer standard errors from 0.
