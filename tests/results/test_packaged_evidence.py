@@ -30,6 +30,16 @@ def test_its_counts_are_those_of_the_published_table(store):
     assert [total.below, total.at, total.above] == [sum(side) for side in zip(*sides, strict=True)]
 
 
+def test_the_page_has_the_same_numbers():
+    page = " ".join((RESULTS.parent / "docs" / "suggest.md").read_text(encoding="utf-8").split())
+    total = known().total
+    assert f"in {total.grids} grids on two tasks the pick was never above the best rate" in page
+    assert (len(known().tasks), total.above) == (2, 0)
+    assert f"{total.at} times the best, {total.below} times below it" in page
+    assert f"its final loss was {total.loss_above_best:.4f} above the best of the grid" in page
+    assert f"({100 * total.next_gap:.0f} %)" in page
+
+
 def test_the_rule_has_not_been_judged():
     """Once it has, the sentences of `Evidence` must say with which result."""
     assert not (RESULTS / "rate-search" / "verdict.md").exists()

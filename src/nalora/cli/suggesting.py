@@ -239,7 +239,7 @@ def _sentences(suggestion: Suggestion, commands: _Commands, rates: Sequence[floa
     lines = [f"Start with {suggestion.rate:g}:", f"  {typed['train']}"]
     if suggestion.equal:
         listed = " and ".join(f"{rate:g}" for rate in suggestion.equal)
-        lines.append(f"Within noise, {listed} resulted in the same loss.")
+        lines.append(f"These steps do not distinguish it from {listed}: the losses differ by less than their noise.")
     if suggestion.end:
         side = "lower" if suggestion.end == "lowest" else "higher"
         typed["extend"] = commands.suggest(extended(rates, suggestion.end))
