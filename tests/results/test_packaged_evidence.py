@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
-from conftest import RESULTS
 
 from nalora.studies.conduct import so_far
 from nalora.studies.rate_cases import cases_of
 from nalora.studies.rate_evidence import FILE, known, to_json
 from nalora.studies.suggest import ADAPTER_RATES, FULL_RATES
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def script(name):

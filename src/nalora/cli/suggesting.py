@@ -76,7 +76,6 @@ def suggest(
     grid = suggesting.rates_of(rates) if rates else suggesting.default_rates(described)
     folder = output or Path(f"{described.settings.output}-suggest")
     study = suggesting.short_runs(described, grid, steps)
-    study.run({}, study.arms[0], grid[0], described.settings.seed)  # checked before anything is read
     suggesting.refuse_foreign(folder)
     drawing.refuse_foreign(drawing.files_of(folder, suggesting.NAME))
     for notice in described.notices:
