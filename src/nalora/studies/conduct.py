@@ -143,14 +143,14 @@ def conduct(
             str(store),
             found=full,
             expected="room for the runs that are left",
-            fix="make room and start the study again; finished runs are kept",
+            fix="make room and start the same command again; finished runs are kept",
         )
     if terminated:
         raise NALoRAError(
             str(store),
             found=f"{counted(len(terminated), 'run')} whose process was terminated ({', '.join(sorted(terminated))})",
             expected="runs that finish",
-            fix="start the study again; they continue from their last checkpoint",
+            fix="start the same command again; they continue from their last checkpoint",
         )
     return progress
 
