@@ -100,8 +100,14 @@ def test_rates_with_the_same_loss_within_noise_are_named(pick):
 
 
 def test_a_grid_is_extended_by_two_rates_of_the_same_distance():
-    assert suggest.extended(RATES, "lowest") == pytest.approx([2.5e-4, 5e-4, *RATES])
-    assert suggest.extended((1e-3, 3e-3), "highest") == pytest.approx([1e-3, 3e-3, 9e-3, 2.7e-2])
+    assert suggest.extended(RATES, "lowest") == [2.5e-4, 5e-4, *RATES]
+    assert suggest.extended((1e-3, 3e-3), "highest") == [1e-3, 3e-3, 9e-3, 2.7e-2]
+
+
+@pytest.mark.parametrize("rate", [*RATES, *suggest.FULL_RATES, 1e-3 * 2**0.5, 1e-5, 0.1 + 0.2])
+def test_a_typed_rate_has_the_same_value(rate):
+    (again, _) = suggest.rates_of(f"{suggest.as_typed(rate)},7")
+    assert again == rate
 
 
 def test_a_rate_that_diverged_is_not_picked_however_low_its_loss_was(pick):

@@ -115,11 +115,15 @@ class _Commands:
 
     def train(self, rate: float) -> str:
         """Return the command that trains the run with this rate."""
-        return shlex.join(["nalora", "train", str(self.run), *self.settings, f"learning_rate={rate:g}"])
+        from nalora.studies.suggest import as_typed
+
+        return shlex.join(["nalora", "train", str(self.run), *self.settings, f"learning_rate={as_typed(rate)}"])
 
     def suggest(self, rates: Sequence[float]) -> str:
         """Return this command with other rates."""
-        options = ["--rates", ",".join(f"{rate:g}" for rate in rates), "--steps", str(self.steps)]
+        from nalora.studies.suggest import as_typed
+
+        options = ["--rates", ",".join(map(as_typed, rates)), "--steps", str(self.steps)]
         options += ["--output", str(self.output)] if self.output else []
         options += ["--workers", str(self.workers)] if self.workers else []
         options += ["--per-gpu", str(self.per_gpu)] if self.per_gpu > 1 else []

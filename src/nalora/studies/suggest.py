@@ -269,10 +269,15 @@ def compared(steps: int) -> str:
 
 def extended(rates: Sequence[float], end: str) -> list[float]:
     """Return the grid with two more rates at its lowest or highest end, as far apart as those there."""
-    factor = rates[1] / rates[0] if end == "lowest" else rates[-1] / rates[-2]
-    if end == "lowest":
-        return [rates[0] / factor**2, rates[0] / factor, *rates]
-    return [*rates, rates[-1] * factor, rates[-1] * factor**2]
+    factor = rates[0] / rates[1] if end == "lowest" else rates[-1] / rates[-2]
+    outer = rates[0] if end == "lowest" else rates[-1]
+    return sorted([*rates, *(float(f"{outer * factor**distance:.3g}") for distance in (1, 2))])
+
+
+def as_typed(rate: float) -> str:
+    """Return a rate for a command line, in as few digits as keep its value: it is part of the key of a short run."""
+    short = f"{rate:g}"
+    return short if float(short) == rate else repr(rate)
 
 
 def write(folder: Path, shorts: Sequence[Short], suggestion: Suggestion, **further: Any) -> Path:
