@@ -73,6 +73,9 @@ def test_from_a_run_s_file_to_a_rate_and_the_command_that_trains_with_it(run, fi
     for sentence in known().sentences():
         assert sentence in out
     assert "nothing is known about 12 steps" in out
+    passes = found["passes_over_the_data"]
+    assert passes > 2
+    assert f"12 steps of this run pass {passes:.1f} times over its data" in out
     check_files([folder / "suggestion.png", folder / "suggestion.svg"], ["learning rate", f"{best:g}"])
     stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(stamps) == 3

@@ -42,6 +42,14 @@ def test_the_page_has_the_same_numbers():
     assert f"({100 * total.next_gap:.0f} %)" in page
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "equal-cost", "caesar"])
+def test_no_row_was_seen_twice_in_the_first_steps(store, name):
+    study = script("stored_answers").study(name)
+    keys = {key for by_seed in script("stored_answers").compared_runs(name, store).values() for key in by_seed.values()}
+    examples = {json.loads((store / key / "result.json").read_text())["examples"] for key in keys}
+    assert known().rule.steps * study.settings["batch_size"] < min(examples)
+
+
 def test_the_rule_has_not_been_judged():
     """Once it has, the sentences of `Evidence` must say with which result."""
     assert not (RESULTS / "rate-search" / "verdict.md").exists()

@@ -80,7 +80,7 @@ def suggest(
     drawing.refuse_foreign(drawing.files_of(folder, suggesting.NAME))
     for notice in described.notices:
         screen.print(Text(notice))
-    whole, problems = _examined(screen, described, folder)
+    whole, rows, problems = _examined(screen, described, folder)
     if whole:
         suggesting.refuse_longer(steps, whole)
         _print_plan(screen, described, study, folder, steps, whole)
@@ -99,7 +99,8 @@ def suggest(
         screen.print("No suggestion: fix the cause and start the same command again.", highlight=False)
         raise typer.Exit(MISSING)
     commands = _Commands(run, typed, output, steps, workers, per_gpu)
-    _conclude(screen, suggesting.logged(progress.schedule, steps), folder, whole, commands)
+    passes = steps * described.settings.batch_size / rows
+    _conclude(screen, suggesting.logged(progress.schedule, steps), folder, whole, passes, commands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +131,8 @@ class _Commands:
         return shlex.join(["nalora", "suggest", str(self.run), *self.settings, *options])
 
 
-def _examined(screen: Console, described: Run, folder: Path) -> tuple[int, list[str]]:
-    """Return the steps of the whole run, 0 if a problem hides them, and everything that would stop the short runs."""
+def _examined(screen: Console, described: Run, folder: Path) -> tuple[int, int, list[str]]:
+    """Return the steps and rows of the whole run, 0 if a problem hides them, and what would stop the short runs."""
     from nalora.studies.suggest import store_of
     from nalora.training.dry_run import examine
 
@@ -139,7 +140,7 @@ def _examined(screen: Console, described: Run, folder: Path) -> tuple[int, list[
     elsewhere = dataclasses.replace(described.settings, output=str(store_of(folder) / "run"), snapshot_every=0)
     with screen.status("reading data and model"):
         found = examine(dataclasses.replace(described, settings=elsewhere))
-    return found.steps, found.problems
+    return found.steps, len(found.inputs.dataset) if found.inputs else 0, found.problems
 
 
 def _print_plan(screen: Console, described: Run, study: Study, folder: Path, steps: int, whole: int) -> None:
@@ -205,7 +206,9 @@ def _table(shorts: Sequence[Short], steps: int, pick: float | None = None) -> An
     return rows
 
 
-def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int, commands: _Commands) -> None:
+def _conclude(
+    screen: Console, shorts: Sequence[Short], folder: Path, whole: int, passes: float, commands: _Commands
+) -> None:
     """Print and write the table, the suggestion with its evidence, the figure, and the commands to type next."""
     from nalora.studies import rate_evidence
     from nalora.studies.suggest import suggest as pick_of
@@ -214,7 +217,7 @@ def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int
     evidence, steps = rate_evidence.known(), commands.steps
     suggestion = pick_of(shorts, evidence, steps)
     screen.print(_table(shorts, steps, suggestion.rate))
-    lines, typed = _sentences(suggestion, commands, [short.rate for short in shorts])
+    lines, typed = _sentences(suggestion, commands, [short.rate for short in shorts], passes)
     for line in lines:
         screen.print(Text(line), soft_wrap=True)
     file = write(
@@ -223,6 +226,7 @@ def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int
         suggestion,
         steps=steps,
         steps_of_the_whole_run=whole,
+        passes_over_the_data=round(passes, 3),
         commands=typed,
         evidence=rate_evidence.to_json(evidence),
     )
@@ -230,7 +234,9 @@ def _conclude(screen: Console, shorts: Sequence[Short], folder: Path, whole: int
     screen.print(Text(_figure(shorts, suggestion, folder, steps)), soft_wrap=True)
 
 
-def _sentences(suggestion: Suggestion, commands: _Commands, rates: Sequence[float]) -> tuple[list[str], dict[str, str]]:
+def _sentences(
+    suggestion: Suggestion, commands: _Commands, rates: Sequence[float], passes: float
+) -> tuple[list[str], dict[str, str]]:
     """Return what to print about a suggestion, and the commands in it by their purpose."""
     from nalora.studies import rate_evidence
     from nalora.studies.suggest import extended
@@ -259,6 +265,11 @@ def _sentences(suggestion: Suggestion, commands: _Commands, rates: Sequence[floa
     lines += [f"- {sentence}" for sentence in evidence.sentences()]
     if suggestion.next is not None:
         lines.append(f"- In the same grids {evidence.on_the_next_rate()}.")
+    if passes > 1:
+        lines.append(
+            f"- {commands.steps} steps of this run pass {passes:.1f} times over its data, so the losses are also "
+            "those of rows that were trained on before; in the stored grids no row had been."
+        )
     if commands.steps != rule.steps:
         lines.append(f"- All of this is about {rule.steps} steps; nothing is known about {commands.steps} steps.")
     return [*lines, ""], typed
