@@ -33,14 +33,22 @@ def early_losses(store: Path) -> list[str]:
     """Return a table of the loss that is lost by picks from early losses, and how rules fare on the other task."""
     by_study: dict[str, list[Case]] = {}
     by_task: dict[str, list[Case]] = {}
+    for (task, name), cases in grids(store).items():
+        spacing = "half an octave" if TASKS[task][name] == 0.5 else "an octave"
+        by_study[f"{task} ({name}), {spacing} apart"] = cases
+        by_task.setdefault(task, []).extend(cases)
+    return [*shifts_table(by_study), "", *transfer_table(by_task)]
+
+
+def grids(store: Path) -> dict[tuple[str, str], list[Case]]:
+    """Return the grids with early losses, by task and study."""
+    found = {}
     for task, studies in TASKS.items():
         for name, octaves in studies.items():
             progress = so_far(study(name), store)
-            found = [case for case in cases_of(progress.schedule, progress.results) if is_grid(case, octaves)]
-            spacing = "half an octave" if octaves == 0.5 else "an octave"
-            by_study[f"{task} ({name}), {spacing} apart"] = found
-            by_task.setdefault(task, []).extend(found)
-    return [*shifts_table(by_study), "", *transfer_table(by_task)]
+            cases = cases_of(progress.schedule, progress.results)
+            found[task, name] = [case for case in cases if is_grid(case, octaves)]
+    return found
 
 
 def is_grid(case: Case, octaves: float) -> bool:

@@ -1,4 +1,4 @@
-"""Write what is published of the kept runs: results/STUDY/answer.*, docs/findings.md, its picture, docs/choosing.md.
+"""Write what follows from the kept runs: answers, docs/findings.md, docs/choosing.md, the evidence of `suggest`.
 
 python results/publish.py
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import choosing
 import findings
 import picture
+import rate_evidence
 from restore import RESULTS, restore
 from run_tables import RUNS
 
@@ -34,6 +35,7 @@ def main() -> None:
                 print(keep_answer(name, store))
         print(findings.write(store))
         print(choosing.write(store))
+        print(rate_evidence.write(store))
     print(picture.draw())
 
 

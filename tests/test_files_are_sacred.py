@@ -57,6 +57,8 @@ MAY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "export --to merged": (("out", "out/*"), ()),
     "activations --draw": (("out", "out/silu.png", "out/silu.svg"), ()),
     "study --dry-run": ((), ()),
+    "suggest": (("out", "out/*"), ()),
+    "suggest --dry-run": ((), ()),
     "train --dry-run": ((), ()),
     "inspect": ((), ()),
     "launch": ((), ()),
@@ -105,6 +107,7 @@ def _quiet():
             cli.reporting,
             cli.runs,
             cli.studying,
+            cli.suggesting,
         ):
             patch.setattr(commands, "hush_libraries", lambda: None)
         patch.setenv("NALORA_CACHE", tempfile.mkdtemp())
@@ -185,6 +188,8 @@ def arguments(name: str, base: str) -> list[str]:
         "export --to merged": ["export", run, "--to", "merged", "--output", "out"],
         "activations --draw": ["activations", "silu", "--draw", "out"],
         "study --dry-run": ["study", "study.yaml", "--store", "out", "--dry-run"],
+        "suggest": ["suggest", "run.yaml", "--steps", "2", "--rates", "1e-3,1e-2", "--output", "out"],
+        "suggest --dry-run": ["suggest", "run.yaml", "--steps", "2", "--output", "out", "--dry-run"],
         "inspect": ["inspect", base],
         "launch": ["launch", "--", sys.executable, "-c", ""],
     }.get(name, [name])
@@ -304,6 +309,7 @@ def commands_on(place: Path, folder: Path, base: str, nowhere: Path) -> list[lis
         ["report", recorded, "--tables", place], ["report", place, "--tables", place],
         ["study", folder / "study.yaml", "--store", place, "--so-far"],
         ["study", folder / "study.yaml", "--store", place, "--dry-run"],
+        ["suggest", folder / "run.yaml", "--steps", "2", f"model={nowhere}", "--output", place],
         ["report", folder / "study.yaml", "--store", place], ["export", base, "--to", "peft", "--output", place],
     ]  # fmt: skip
 

@@ -42,6 +42,11 @@ def type_in(wheel, folder, *arguments):
     )
 
 
+def test_a_wheel_has_what_suggest_says_of_its_rule(wheel):
+    file = Path("studies") / "rate_evidence.json"
+    assert (wheel / "nalora" / file).read_bytes() == (Path(nalora.__file__).parent / file).read_bytes()
+
+
 def test_a_wheel_lists_prints_and_finds_them_outside_the_checkout(wheel, tmp_path):
     listed = type_in(wheel, tmp_path, "recipes")
     assert listed.returncode == 0, listed.stderr

@@ -229,7 +229,7 @@ def test_a_run_that_finds_the_disk_full_has_not_failed(tmp_path, monkeypatch, ho
 
     full.touch()
     engine = Attempting(fill)
-    with pytest.raises(nalora.NALoRAError, match=r"the disk is full .*make room and start the study again"):
+    with pytest.raises(nalora.NALoRAError, match=r"the disk is full .*make room and start the same command again"):
         conduct(dummies.study(), tmp_path, engine)
     assert not (tmp_path / "dummy.failures.jsonl").exists()
     assert len(engine.submitted) == 4, "nothing new was started"

@@ -23,6 +23,7 @@ from nalora.cli import (
     runs,
     showing,
     studying,
+    suggesting,
     usage_errors,
 )
 from nalora.cli.screen import printable
@@ -81,9 +82,9 @@ def _options(
 
 
 for command in (
-    runs.demo, data.data, runs.train, runs.evaluate, showing.show, chatting.chat, generating.generate,
-    exporting.export, diagnosing.diagnose, reporting.report, studying.study, inspecting.inspect, listing.methods,
-    listing.tasks, listing.models, inspecting.activations, listing.recipes,
+    runs.demo, data.data, suggesting.suggest, runs.train, runs.evaluate, showing.show, chatting.chat,
+    generating.generate, exporting.export, diagnosing.diagnose, reporting.report, studying.study, inspecting.inspect,
+    listing.methods, listing.tasks, listing.models, inspecting.activations, listing.recipes,
 ):  # fmt: skip
     app.command()(command)
 app.command(context_settings=launching.CONTEXT)(launching.launch)

@@ -59,10 +59,11 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
         basis = "" if len(lengths) == len(inputs.dataset) else f"of the first {len(lengths):,} rows"
         yield "", f"{sum(lengths) / len(lengths):.0f} tokens per row on average, at most {max(lengths):,}", basis
     passes = f"{split.accumulated:,} pass{'' if split.accumulated == 1 else 'es'} of {split.micro}"
-    epochs = found.steps * settings.batch_size / len(inputs.dataset)
+    epochs = found.last_step * settings.batch_size / len(inputs.dataset)
+    stops = f", stops after {found.last_step:,}" if found.last_step < found.steps else ""
     yield (
         "steps",
-        f"{found.steps:,} of {counted(settings.batch_size, 'row')}",
+        f"{found.steps:,} of {counted(settings.batch_size, 'row')}{stops}",
         f"{passes} each; {epochs:.3g} times the data",
     )
     for notice in few_passes(settings, len(inputs.dataset)):
@@ -78,7 +79,7 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
     if timing is None:
         yield "time", "unknown", "add --measure to time the first steps on this machine"
     else:
-        total = timing.seconds * found.steps
+        total = timing.seconds * found.last_step
         basis = f"{counted(timing.steps, 'step')} measured on this machine; without start, checkpoints and evaluation"
         yield "time", f"{_duration(total)}, {timing.seconds:.3g} s per step", basis
     parts = ", ".join(f"{name} {_size(size)}" for name, size in found.disk.items())

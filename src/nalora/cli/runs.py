@@ -85,7 +85,8 @@ def train(
         return
     steps, seconds, loss = result["steps"], result.get("seconds") or 0.0, result.get("train_loss")
     shown = "not finite" if loss is None else f"{loss:.4f}"
-    screen.print(f"{counted(steps, 'step')} in {seconds:.0f} s, training loss {shown}", highlight=False)
+    share = f" of {result['planned_steps']:,} (stop_after)" if result.get("stopped_early") else ""
+    screen.print(f"{counted(steps, 'step')}{share} in {seconds:.0f} s, training loss {shown}", highlight=False)
     screen.print(f"Run folder: {described.settings.output}", highlight=False)
 
 

@@ -100,7 +100,7 @@ def read_run(path: str | Path) -> RunData:
     if result is None:
         missing["result"] = _why_no_result(folder)
         notices.append(missing["result"])
-    elif (sentence := _divergence(result)) is not None:
+    elif (sentence := _divergence(result) or _early_stop(result)) is not None:
         notices.append(sentence)
     text = folder.metrics.read_text(encoding="utf-8", errors="replace") if folder.metrics.is_file() else ""
     metrics = rows_by_step(text.split("\n"), folder.metrics.name, notices)
@@ -213,6 +213,13 @@ def _divergence(result: dict[str, Any]) -> str | None:
     if "train_loss" in result and not (isinstance(loss, int | float) and math.isfinite(loss)):
         return "The training loss is not finite: the run diverged, and its adapter is not usable."
     return None
+
+
+def _early_stop(result: dict[str, Any]) -> str | None:
+    """Return a sentence if the run was stopped early by its setting."""
+    if not result.get("stopped_early"):
+        return None
+    return f"The run was stopped after {result.get('steps')} of {result.get('planned_steps')} steps, by stop_after."
 
 
 def _why_no_gates(path: Path, settings: dict[str, Any]) -> str:

@@ -14,12 +14,13 @@ from nalora.files.atomic import json_text, read_json
 
 MARKER = ".nalora.json"
 FORMAT = 1
-Kind = Literal["run", "evaluation", "store", "demo"]
+Kind = Literal["run", "evaluation", "store", "demo", "suggest"]
 _KINDS = {
     "run": "a training run",
     "evaluation": "an evaluation",
     "store": "the store of a study",
     "demo": "the demo",
+    "suggest": "the short runs of `nalora suggest`",
 }
 
 

@@ -44,6 +44,7 @@ class RunSettings:
     learning_rate_factors: dict[str, float] | None = None
     epochs: float = 1.0
     steps: int | None = None
+    stop_after: int | None = None
     batch_size: int = 32
     micro_batch_size: int | None = None
     schedule: Literal["cosine", "linear", "constant", "constant_with_warmup", "range_test"] = "cosine"

@@ -12,7 +12,8 @@ from nalora.methods import optimizers
 # Limits that the type does not express: (settings, condition, expected).
 _LIMITS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate alpha epochs", lambda n: n > 0, "a positive number"),
-    ("rank batch_size micro_batch_size max_length log_every steps train_limit", lambda n: n >= 1, "1 or more"),
+    ("rank batch_size micro_batch_size max_length log_every", lambda n: n >= 1, "1 or more"),
+    ("steps stop_after train_limit", lambda n: n >= 1, "1 or more"),
     ("weight_decay max_norm save_every save_minutes", lambda n: n >= 0, "0 or more"),
     ("snapshot_every seed validation_size", lambda n: n >= 0, "0 or more"),
     ("dropout", lambda n: 0 <= n < 1, "a number in [0, 1)"),
@@ -55,6 +56,7 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"learning_rate_factors: {shortened(repr(factors))}, expected positive numbers")
     if isinstance(steps, list | tuple) and not _all_positive(steps):
         problems.append(f"gate_movement_steps: {shortened(repr(steps))}, expected steps of 1 or more")
+    problems += _stop_problems(values)
     batch, micro = values.get("batch_size", 32), values.get("micro_batch_size")
     if isinstance(batch, int) and isinstance(micro, int) and micro >= 1 and batch % micro:
         problems.append(f"batch_size: {batch} is not a multiple of micro_batch_size, {micro}")
@@ -66,6 +68,22 @@ def limit_problems(values: Mapping[str, Any]) -> list[str]:
         problems.append("fused_adapters: false with base: fp8, whose products are fused layers; remove one of the two")
     if values.get("evaluate_quantised") is False and not values.get("quantise"):
         problems.append("evaluate_quantised: false without quantise, so that no base is quantised; remove it")
+    return problems
+
+
+def _stop_problems(values: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for every setting that contradicts stopping early."""
+    stop, steps, recorded = (values.get(name) for name in ("stop_after", "steps", "gate_movement_steps"))
+    if not isinstance(stop, int):
+        return []
+    problems = []
+    if isinstance(steps, int) and stop >= steps:
+        problems.append(f"stop_after: {stop} with steps: {steps}, expected fewer than steps; lower it, or remove it")
+    if values.get("schedule") == "range_test":
+        problems.append("stop_after with schedule: range_test, which reaches learning_rate in its last step; set steps")
+    late = [step for step in recorded if isinstance(step, int) and step > stop] if isinstance(recorded, list) else []
+    if late:
+        problems.append(f"gate_movement_steps: {late} with stop_after: {stop}, which ends the run before; remove them")
     return problems
 
 

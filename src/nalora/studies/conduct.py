@@ -65,6 +65,7 @@ def conduct(
     *,
     retry_failed: bool = False,
     changed: Callable[[Progress], None] = lambda progress: None,
+    schedule_of: type[Schedule] = Schedule,
 ) -> Progress:
     """Do everything that is not done; runs that fail are listed and do not stop the others.
 
@@ -77,6 +78,7 @@ def conduct(
         engine: where the runs are computed; it is closed at the end.
         retry_failed: whether runs that failed in an earlier command are tried again.
         changed: called whenever something has started or ended.
+        schedule_of: decides which runs the study needs.
 
     Raises:
         NALoRAError: the store's disk is full; what is running is finished first, and nothing is lost. Or a worker was
@@ -87,7 +89,7 @@ def conduct(
     store = store.absolute()
     store.mkdir(parents=True, exist_ok=True)
     refuse_without_locks(store)
-    progress = _load(study, store, retry_failed)
+    progress = _load(schedule_of(study, str(store)), retry_failed)
     schedule = progress.schedule
     full, terminated, repeated = "", set[str](), set[str]()
     with StopSignals() as signals:
@@ -141,30 +143,30 @@ def conduct(
             str(store),
             found=full,
             expected="room for the runs that are left",
-            fix="make room and start the study again; finished runs are kept",
+            fix="make room and start the same command again; finished runs are kept",
         )
     if terminated:
         raise NALoRAError(
             str(store),
             found=f"{counted(len(terminated), 'run')} whose process was terminated ({', '.join(sorted(terminated))})",
             expected="runs that finish",
-            fix="start the study again; they continue from their last checkpoint",
+            fix="start the same command again; they continue from their last checkpoint",
         )
     return progress
 
 
-def so_far(study: Study, store: Path) -> Progress:
+def so_far(study: Study, store: Path, schedule_of: type[Schedule] = Schedule) -> Progress:
     """Return the progress of a study from its store, including runs of which not all parts have been evaluated."""
-    progress = _load(study, store)
+    progress = _load(schedule_of(study, str(store)))
     for job in progress.schedule.open_jobs(progress.results, {}):
         if (result := Store(store).result(job.key, job.test_limit)) is not None:
             progress.results[job.key] = result
     return progress
 
 
-def _load(study: Study, store: Path, retry_failed: bool = False) -> Progress:
+def _load(schedule: Schedule, retry_failed: bool = False) -> Progress:
     """Return the progress of a study with its completely evaluated runs."""
-    schedule = Schedule(study, str(store))
+    study, store = schedule.study, Path(schedule.store)
     failed = {} if retry_failed else _of_this_study(schedule, _read_failures(_failures_file(study, store)))
     progress = Progress(schedule, {}, failed)
     previous = -1

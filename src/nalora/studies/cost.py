@@ -118,7 +118,7 @@ def _seconds_of_run(settings: Mapping[str, Any], cost: Cost) -> float:
     if setting == _SMALL and settings.get("cuda_graphs"):
         setting = _SMALL_GRAPH
     batch = int(settings["batch_size"])
-    steps = settings.get("steps") or _steps(settings, task, batch)
+    steps = settings.get("stop_after") or settings.get("steps") or _steps(settings, task, batch)
     if not steps:
         cost.unknown = f"the number of training examples of {task} is not known"
         return 0.0

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 from nalora.distributed import processes
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, counted
 from nalora.files import cache_folder
 from nalora.methods.method import Batch, Start
 from nalora.runs.progress import Report
@@ -54,6 +54,25 @@ def split_batch(settings: RunSettings) -> Split:
             fix=f"set micro_batch_size to a divisor of {batch // count}",
         )
     return Split(micro, batch // (micro * count), count)
+
+
+def steps_of(settings: RunSettings, examples: int) -> int:
+    """Return the number of optimizer steps of the whole run, over which its learning rate rises and falls."""
+    return settings.steps or split_batch(settings).steps(examples, settings.epochs)
+
+
+def last_step(settings: RunSettings, steps: int) -> int:
+    """Return the step after which a run of `steps` steps ends; raise NALoRAError if it ends before `stop_after`."""
+    if settings.stop_after is None:
+        return steps
+    if settings.stop_after >= steps:
+        raise NALoRAError(
+            f"stop_after: {settings.stop_after}",
+            found=f"a run of {counted(steps, 'step')}",
+            expected="fewer steps than the run has",
+            fix=f"set stop_after to {steps - 1} or less, or remove it" if steps > 1 else "remove it",
+        )
+    return settings.stop_after
 
 
 def few_passes(settings: RunSettings, rows: int) -> list[str]:
@@ -139,7 +158,7 @@ def make_start(
 
     return Start(
         seed=settings.seed,
-        steps=settings.steps or split.steps(len(dataset), settings.epochs),
+        steps=steps_of(settings, len(dataset)),
         batches=batches,
         passes=math.ceil(math.ceil(rows / split.processes) / split.micro),
         folder=folder,

@@ -120,19 +120,31 @@ class GracefulStop(TrainerCallback):  # type: ignore[misc]
         self._handlers = {}
 
 
+class StopAfter(TrainerCallback):  # type: ignore[misc]
+    """Ends the run after a step, in the middle of its schedule; it saves there if it saves every N steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Stop as the Trainer does after its last step."""
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+            control.should_save |= args.save_strategy == "steps"
+        return control
+
+
 class ProgressBar(TrainerCallback):  # type: ignore[misc]
     """Shows steps, loss and, for NA-LoRA, regime shares and step scales."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console, title: str, steps: int) -> None:
         self.progress = progress_bars(console, LiveText("{task.fields[live]}"))
-        self.title = title
+        self.title, self.steps = title, steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the bar, at the step that a resumed run starts from."""
         if state.is_world_process_zero:
-            self.task = self.progress.add_task(
-                self.title, total=state.max_steps, completed=state.global_step, live="loss –"
-            )
+            self.task = self.progress.add_task(self.title, total=self.steps, completed=state.global_step, live="loss –")
             self.progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -35,7 +35,7 @@ from nalora.runs.settings import Run
 from nalora.runs.values import refuse_missing_loggers
 from nalora.runs.writable import refuse_unwritable
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
-from nalora.training.batches import Split, split_batch
+from nalora.training.batches import Split, last_step, split_batch, steps_of
 from nalora.training.fused_layers import expected_layers, refuse_unless_fused_layers_fit
 from nalora.training.memory import Memory, estimate
 
@@ -55,7 +55,8 @@ class DryRun:
         problems: the reasons why the run would not start.
         inputs: the data as it would be trained on.
         split: the batch of a step.
-        steps: the number of optimizer steps.
+        steps: the number of optimizer steps, over which the learning rate rises and falls.
+        last_step: the step after which the run ends: the last one, or `stop_after`.
         lengths: tokens of the rows, or of the first 20,000 of them; empty for images.
         trainable: the number of trained values.
         parameters: the number of values of the base model.
@@ -72,6 +73,7 @@ class DryRun:
     inputs: RunInputs | None = None
     split: Split | None = None
     steps: int = 0
+    last_step: int = 0
     lengths: list[int] = field(default_factory=list)
     trainable: int = 0
     parameters: int = 0
@@ -125,7 +127,7 @@ def measure(run: Run) -> Measured:
     with tempfile.TemporaryDirectory(prefix="nalora-") as folder:
         changes: dict[str, Any] = dict(
             output=str(Path(folder) / "run"), steps=steps, log_every=1, save_every=0, save_minutes=0.0,
-            snapshot_every=0, gate_movement_steps=None, report_to="none",
+            snapshot_every=0, gate_movement_steps=None, report_to="none", stop_after=None,
         )  # fmt: skip
         result = train(dataclasses.replace(run, settings=dataclasses.replace(run.settings, **changes)))
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -171,7 +173,8 @@ def _read_data(run: Run, found: DryRun) -> None:
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
     loaded = loading.load_skeleton(settings.model_spec(kind_of(task, settings.model_spec())))
     found.inputs = inputs = prepare(task, loaded, settings)
-    found.steps = settings.steps or split.steps(len(inputs.dataset), settings.epochs)
+    found.steps = steps_of(settings, len(inputs.dataset))
+    found.last_step = last_step(settings, found.steps)
     if inputs.rows is not None:
         rows = inputs.rows.rows
         found.lengths = [len(rows[index]["input_ids"]) for index in range(min(len(rows), _MOST_ROWS))]
@@ -221,7 +224,7 @@ def _estimate_disk(run: Run, found: DryRun) -> None:
         # While one is written, those before it are still there.
         found.disk["checkpoints"] = (_KEPT_CHECKPOINTS + 1) * (memory.trained + memory.optimizer)
     if settings.snapshot_every:
-        found.disk["snapshots"] = (found.steps // settings.snapshot_every + 2) * adapter
+        found.disk["snapshots"] = (found.last_step // settings.snapshot_every + 2) * adapter
     place = Path(settings.output or "runs/run").absolute()
     found.free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.is_dir())).free
     if (needed := sum(found.disk.values())) > found.free:

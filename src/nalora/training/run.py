@@ -27,8 +27,8 @@ from nalora.runs.settings import Run
 from nalora.runs.targets import with_near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import larger_loss_chunks, liger_contained
-from nalora.training.batches import few_passes, make_start
-from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord
+from nalora.training.batches import few_passes, last_step, make_start, steps_of
+from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, StopAfter
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
 from nalora.training.divergence import DivergenceWatch
@@ -79,6 +79,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
             loaded = _loaded(task, run)
         with bars(console, transient=True, after=1) as report:
             inputs = prepare(task, loaded, settings, report)
+        last_step(settings, steps_of(settings, len(inputs.dataset)))
         for line in (*inputs.notices(settings.max_length), *few_passes(settings, len(inputs.dataset))):
             console.print(line, highlight=False)
         with contextlib.ExitStack() as stack:
@@ -130,12 +131,13 @@ def _train_prepared(
     steps: int,
 ) -> tuple[dict[str, Any], int | None]:
     """Train a model that has its adapter; return the result, and the step from which it diverged, if it did."""
-    settings, checkpoint = run.settings, claim.checkpoint
-    if step_of(checkpoint) >= steps:
+    settings, checkpoint, last = run.settings, claim.checkpoint, last_step(run.settings, steps)
+    if step_of(checkpoint) >= last:
         # Killed before its result was written: from the checkpoint of the last step transformers would train one more.
-        checkpoint = folder.latest_checkpoint(before=steps)
-    record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title)
-    trainer = make_trainer(settings, model, inputs.dataset, inputs.collator, [record, stop, bar])
+        checkpoint = folder.latest_checkpoint(before=last)
+    record, stop, bar = RunRecord(folder), GracefulStop(), ProgressBar(console, run.method.title, last)
+    early = [StopAfter(last)] if last < steps else []
+    trainer = make_trainer(settings, model, inputs.dataset, inputs.collator, [record, stop, bar, *early])
     trainer.optimizer = run.method.optimizer(trainer)
     if settings.learning_rate_factors:
         refuse_own_groups(run.method.name, trainer.optimizer)
@@ -146,7 +148,7 @@ def _train_prepared(
         trainer.add_callback(GateRecord(folder, controller))
     if settings.snapshot_every:
         trained = loaded.model if run.method.trains_the_model else trainer.model
-        trainer.add_callback(Snapshots(folder, settings.snapshot_every, run.method, trained, controller))
+        trainer.add_callback(Snapshots(folder, settings.snapshot_every, last, run.method, trained, controller))
     if settings.gate_movement_steps:
         GateMovement(settings.gate_movement_steps, trainer.model, inputs).install(trainer)
     watch = DivergenceWatch()
@@ -165,13 +167,14 @@ def _train_prepared(
         bar.progress.stop()
         stop.restore_handlers()
     diverged_step = watch.conclude()
-    if diverged_step is None and stop.requested and trainer.state.global_step < trainer.state.max_steps:
+    if diverged_step is None and stop.requested and trainer.state.global_step < last:
         raise Interrupted(f"stopped after step {trainer.state.global_step}")
     result = {
         "method": run.method.name,
         "model": settings.model,
         "task": tasks.name_of(settings.task),
         "steps": trainer.state.global_step,
+        **({"stopped_early": True, "planned_steps": steps} if last < steps else {}),
         "train_loss": record.train_loss,
         "trainable_parameters": run.method.trainable_parameters(model),
         "seconds": round(record.seconds, 2),

@@ -63,8 +63,11 @@ class GateRecord(TrainerCallback):  # type: ignore[misc]
 class Snapshots(TrainerCallback):  # type: ignore[misc]
     """Saves what is trained before the first step, every `every` steps and after the last, as `method` saves it."""
 
-    def __init__(self, folder: RunFolder, every: int, method: Method, model: nn.Module, controller: Any) -> None:
-        self.folder, self.every, self.method, self.model, self.controller = folder, every, method, model, controller
+    def __init__(
+        self, folder: RunFolder, every: int, last: int, method: Method, model: nn.Module, controller: Any
+    ) -> None:
+        self.folder, self.every, self.last, self.method = folder, every, last, method
+        self.model, self.controller = model, controller
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save before the first step; a resumed run has that snapshot."""
@@ -74,7 +77,7 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save after the step, including the controller's part of it."""
         step = state.global_step
-        if (step % self.every == 0 or step == state.max_steps) and finite_parameters(self.model):
+        if (step % self.every == 0 or step == self.last) and finite_parameters(self.model):
             self.save(step)
 
     def save(self, step: int) -> Path:

@@ -11,7 +11,7 @@ from nalora.methods.optimizers import MUON, muon
 from nalora.models.compatibility import best_device, default_dtype
 from nalora.runs.settings import RunSettings
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
-from nalora.training.batches import LikeLengths, split_batch
+from nalora.training.batches import LikeLengths, split_batch, steps_of
 
 _LIGER_WITHOUT_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": False}
 
@@ -39,7 +39,7 @@ def make_trainer(settings: RunSettings, model: Any, dataset: Any, collator: Any,
     dtype = settings.dtype or default_dtype(device)
     if settings.cuda_graphs:
         refuse_unless_graphs_fit(settings, device, dtype, split.accumulated, split.processes)
-    steps = settings.steps or split.steps(len(dataset), settings.epochs)
+    steps = steps_of(settings, len(dataset))
     arguments = TrainingArguments(
         output_dir=str(Path(settings.output or "runs/run") / "checkpoints"),
         per_device_train_batch_size=split.micro,
