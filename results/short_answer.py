@@ -75,13 +75,14 @@ def _why_seeds(results: Path) -> str:
 
 
 def commands(start: Start) -> list[str]:
-    """Return the commands for a data file: one run, then a search with every rate."""
+    """Return the commands for a data file: a rate from the first steps, one run, then a search with every rate."""
     shared = f"rank={start.settings['rank']} alpha={start.settings['alpha']}"
     method = " ".join(f"{name}={value}" for name, value in start.method.settings.items())
-    run = f"nalora train my-data task=questions.jsonl {method} {shared} batch_size={start.settings['batch_size']}"
+    run = f"my-data task=questions.jsonl {method} {shared} batch_size={start.settings['batch_size']}"
     return [
         "```",
-        f"{run} learning_rate={start.first_rate:g}",
+        f"nalora suggest {run}",
+        f"nalora train {run} learning_rate={start.first_rate:g}",
         "nalora study choose.yaml --dry-run",
         "nalora study choose.yaml",
         "```",

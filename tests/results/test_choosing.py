@@ -119,18 +119,20 @@ def test_links_lead_to_files_and_headings():
     assert "(choosing.md)" in (ROOT / "docs" / "findings.md").read_text()
 
 
-def test_the_study_and_the_command_of_the_page_are_valid(tmp_path, monkeypatch):
+def test_the_study_and_the_commands_of_the_page_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("questions.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n' * 20)
     Path("choose.yaml").write_text(block("study"))
     study = read("choose.yaml")
     assert study.baseline == script("method_choice").LORA
     assert all(len(arm.learning_rates) > 2 for arm in study.arms_in({}))
-    command = block("commands").splitlines()[0].split()
-    assert command[:3] == ["nalora", "train", "my-data"]
     content = yaml.safe_load((ROOT / "recipes" / "my-data.yaml").read_text())
-    given = dict(setting.split("=", 1) for setting in command[3:])
-    check(content | {name: yaml.safe_load(value) for name, value in given.items()})
+    for name, line in zip(("suggest", "train"), block("commands").splitlines(), strict=False):
+        command = line.split()
+        assert command[:3] == ["nalora", name, "my-data"]
+        given = dict(setting.split("=", 1) for setting in command[3:])
+        assert ("learning_rate" in given) is (name == "train")
+        check(content | {name: yaml.safe_load(value) for name, value in given.items()})
 
 
 def test_the_script_of_the_page_runs():
