@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-from run_tables import Run, read_run, read_tables, write_tables
+from tables.run_tables import Run, read_run, read_tables, write_tables
 
 RESULTS = Path(__file__).parent
 REPEATS = "repeats.jsonl"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from stored_answers import FULL
-from study_pages import options, percent, test_losses, unfinished, write_page
+from tables.stored_answers import FULL
+from tables.study_pages import options, percent, test_losses, unfinished, write_page
 
 from nalora.evaluation.significance import Comparison, compare_methods
 from nalora.files.atomic import read_json

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stored_answers import STUDIES
-from study_pages import options, unfinished, write_page
+from tables.stored_answers import STUDIES
+from tables.study_pages import options, unfinished, write_page
 
 from nalora.evaluation.significance import ALPHA, Comparison
 from nalora.studies.answer import answer

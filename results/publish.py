@@ -12,12 +12,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import choosing
-import findings
-import picture
 import rate_evidence
+from choosing_page import choosing
+from findings_page import findings, picture
 from restore import RESULTS, restore
-from run_tables import RUNS
+from tables.run_tables import RUNS
 
 from nalora.studies.answer import answer, write
 from nalora.studies.conduct import so_far

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from early_losses import TASKS, grids
-from stored_answers import FULL, compared_runs, study
+from findings_page.early_losses import TASKS, grids
+from tables.stored_answers import FULL, compared_runs, study
 
 from nalora.files import atomic
 from nalora.studies.rate_evidence import FILE, RULE, Evidence, counts, to_json

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stored_answers import STUDIES
-from study_pages import options, write_page
+from tables.stored_answers import STUDIES
+from tables.study_pages import options, write_page
 
 from nalora.errors import NALoRAError, counted
 from nalora.studies.conduct import Progress, so_far

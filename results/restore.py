@@ -12,7 +12,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from run_tables import read_tables, write_run
+from tables.run_tables import read_tables, write_run
 
 from nalora.studies.store import Store
 

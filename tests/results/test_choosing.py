@@ -34,12 +34,12 @@ def block(name):
 def test_the_page_is_made_from_the_store(store):
     page = PAGE.read_text()
     assert all(part(name) for name in ("short", "methods", "rank_costs", "rates", "seeds", "open"))
-    assert script("choosing").filled_page(page, store) == page
+    assert script("choosing_page.choosing").filled_page(page, store) == page
 
 
 def test_the_readmes_first_screen_has_the_sentence_of_the_page():
     readme = README.read_text()
-    assert script("choosing").filled_readme(readme) == readme
+    assert script("choosing_page.choosing").filled_readme(readme) == readme
     screen = readme.partition("## Your data")[0]
     sentence = screen.partition("<!-- start -->")[2]
     assert "(docs/choosing.md)" in sentence
@@ -87,7 +87,7 @@ def later_results(folder, store):
 
 def test_later_runs_change_the_advice(store, tmp_path):
     """A variant that is better on a second task too, and a rank that is better than 8."""
-    module, results = script("choosing"), later_results(tmp_path, store)
+    module, results = script("choosing_page.choosing"), later_results(tmp_path, store)
     page = module.filled_page(PAGE.read_text(), store, results)
     short = page.partition("<!-- short -->")[2].partition("<!-- /short -->")[0]
     assert "| method | `method: peft/gralora, gralora_k: 4` | better than LoRA on GSM8K" in short
@@ -102,7 +102,7 @@ def test_later_runs_change_the_advice(store, tmp_path):
     assert "better than LoRA on two tasks" in " ".join(module.filled_readme(README.read_text(), results).split())
 
     (results / "equal-cost-judged" / "answer.json").unlink()
-    start, variant = script("method_choice").chosen(results)
+    start, variant = script("choosing_page.method_choice").chosen(results)
     assert (start.arm, variant.arm) == ("lora", "gralora, k = 4"), "controls are not recommended"
 
 
@@ -124,7 +124,7 @@ def test_the_study_and_the_commands_of_the_page_are_valid(tmp_path, monkeypatch)
     Path("questions.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n' * 20)
     Path("choose.yaml").write_text(block("study"))
     study = read("choose.yaml")
-    assert study.baseline == script("method_choice").LORA
+    assert study.baseline == script("choosing_page.method_choice").LORA
     assert all(len(arm.learning_rates) > 2 for arm in study.arms_in({}))
     content = yaml.safe_load((ROOT / "recipes" / "my-data.yaml").read_text())
     for name, line in zip(("suggest", "train"), block("commands").splitlines(), strict=False):

@@ -13,7 +13,7 @@ RATES = (0.001, 0.002, 0.004, 0.008)
 
 
 def script():
-    return importlib.import_module("early_losses")
+    return importlib.import_module("findings_page.early_losses")
 
 
 def case(best, lowest_early, rates=RATES):

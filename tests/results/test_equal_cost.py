@@ -9,13 +9,13 @@ import pytest
 
 @pytest.fixture
 def page():
-    return importlib.import_module("equal_cost")
+    return importlib.import_module("findings_page.equal_cost")
 
 
 @pytest.fixture
 def state():
     """An arm with a share of the gap; without one it is not finished."""
-    kind = importlib.import_module("arm_states").State
+    kind = importlib.import_module("tables.arm_states").State
 
     def made(arm, share=None, seeds=3):
         row = None if share is None else {"verdict": "better", "difference": -share, "interval": [-1, 0]}

@@ -39,7 +39,7 @@ def test_an_answer_follows_from_its_runs(name, store, tmp_path):
 def test_the_findings_tables_are_the_answers(store):
     page = (ROOT / "docs" / "findings.md").read_text()
     assert "<!-- arms -->\n|" in page
-    assert script("findings").filled(page, store) == page
+    assert script("findings_page.findings").filled(page, store) == page
 
 
 def test_a_control_with_one_seed_has_no_difference(tmp_path):
@@ -47,7 +47,10 @@ def test_a_control_with_one_seed_has_no_difference(tmp_path):
     part = {"controls": {"test loss": [{**one, "verdict": "too few seeds"}]}}
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "answer.json").write_text(json.dumps([part]))
-    assert script("findings").controls(tmp_path)[-1] == "| small: na-lora | random | one seed so far | too few seeds |"
+    assert (
+        script("findings_page.findings").controls(tmp_path)[-1]
+        == "| small: na-lora | random | one seed so far | too few seeds |"
+    )
 
 
 def test_later_seeds_are_compared_alone():
@@ -64,7 +67,7 @@ def test_later_seeds_are_compared_alone():
         "controls": {"test loss": [{"method": "turned", "baseline": "same"}, {"method": "same", "baseline": "early"}]},
     }
     unasked = part | {"values": {"lora": [{}, early], "early": [{}, early]}}
-    told = script("later_seeds").later_seeds({"sums": part, "words": unasked})
+    told = script("findings_page.later_seeds").later_seeds({"sums": part, "words": unasked})
     assert told[1:] == [
         "  sums: worse than lora: turned (+0.0107) (corrected over 2).",
         "  sums: worse than same: turned (+0.0109) (one comparison).",
@@ -110,7 +113,7 @@ def test_the_published_scaled_lora_has_factors_that_acted(store):
 
 
 def test_the_picture_is_of_these_numbers():
-    assert script("picture").digest() in (ROOT / "docs" / "figures" / "findings.svg").read_text()
+    assert script("findings_page.picture").digest() in (ROOT / "docs" / "figures" / "findings.svg").read_text()
 
 
 def test_the_readme_repeats_the_findings():

@@ -28,7 +28,7 @@ def states(verdicts, missing=(), planned=3):
         "learning_rates": {arm: 0.004 if arm == "lora" else 0.008 for arm in seeds},
         "missing": list(missing),
     }
-    return script("arm_states").states_of(part, dict.fromkeys(seeds, planned))
+    return script("tables.arm_states").states_of(part, dict.fromkeys(seeds, planned))
 
 
 FULL = {"full fine-tuning": (-0.02, "better")}
@@ -55,20 +55,20 @@ def test_the_share_of_the_gap_and_the_verdicts():
     ],
 )
 def test_a_variant_is_recommended_once_two_tasks_agree(first, second, method, variant):
-    module = script("method_choice")
+    module = script("choosing_page.method_choice")
     start, to_try = module.choose(states({**FULL, **first}), states({**FULL, **second}) if second else [])
     assert (start.arm, to_try.arm if to_try else None) == (method, variant)
     assert start.confirmed == (method != "lora")
 
 
 def test_an_arm_without_all_of_its_seeds_is_not_recommended():
-    module = script("method_choice")
+    module = script("choosing_page.method_choice")
     start, to_try = module.choose(states({**FULL, "a": (-0.01, "better")}, missing=["a"]), [])
     assert (start.arm, to_try) == ("lora", None)
 
 
 def test_what_is_known_on_the_second_task_is_reported():
-    module, answer = script("method_choice"), script("short_answer")
+    module, answer = script("choosing_page.method_choice"), script("choosing_page.short_answer")
     _, variant = module.choose(states({**FULL, "a": (-0.01, "better")}), [])
     undecided = states({**FULL, "a": (-0.01, "not distinguishable")})
     assert answer.second_task(variant, []) == "not judged on a second task yet"
@@ -77,12 +77,12 @@ def test_what_is_known_on_the_second_task_is_reported():
 
 
 def test_the_table_groups_by_verdict_and_leaves_na_lora_out():
-    costs = script("step_costs").MethodCosts("8b", "a machine", {})
+    costs = script("choosing_page.step_costs").MethodCosts("8b", "a machine", {})
     every = states({**FULL, "a": (0.01, "worse"), "b": (-0.01, "better"), "ours": (-0.3, "better")})
-    rows = script("method_choice").table(every, ARMS, costs)[2:]
+    rows = script("choosing_page.method_choice").table(every, ARMS, costs)[2:]
     assert [row.split(" (")[0] for row in rows] == ["| lora", "| full fine-tuning", "| b", "| a"]
     assert "| **better** | -0.0100 (-0.1100 … +0.0900) | 50 % | 3 of 3 | 0.008 | 2.00 | not measured |" in rows[2]
-    lines = script("method_choice").summary(every, ARMS)
+    lines = script("choosing_page.method_choice").summary(every, ARMS)
     assert lines[0] == "- **Better than LoRA:** b."
     assert lines[-1] == "- **Worse than LoRA:** a."
     assert sum("none" in line for line in lines) == 3
@@ -103,7 +103,7 @@ def test_the_table_groups_by_verdict_and_leaves_na_lora_out():
     ],
 )
 def test_the_rank_follows_from_its_study(verdicts, missing, start, why):
-    module = script("rank_choice")
+    module = script("choosing_page.rank_choice")
     every = states({**FULL, **verdicts, "gate whole": (-0.5, "better")}, missing) if verdicts else []
     by_rank = module.ranks(every, 8)
     assert list(by_rank) == sorted(by_rank)

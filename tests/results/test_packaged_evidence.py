@@ -26,7 +26,11 @@ def test_the_packaged_file_follows_from_the_runs(store):
 
 
 def test_its_counts_are_those_of_the_published_table(store):
-    rows = [row for row in script("early_losses").early_losses(store) if row.startswith(("| GSM8K", "| cipher"))]
+    rows = [
+        row
+        for row in script("findings_page.early_losses").early_losses(store)
+        if row.startswith(("| GSM8K", "| cipher"))
+    ]
     sides = [[int(number) for number in row.split(" | ")[2].split(", ")] for row in rows]
     total = known().total
     assert [total.below, total.at, total.above] == [sum(side) for side in zip(*sides, strict=True)]
@@ -44,8 +48,12 @@ def test_the_page_has_the_same_numbers():
 
 @pytest.mark.parametrize("name", ["gsm8k", "equal-cost", "caesar"])
 def test_no_row_was_seen_twice_in_the_first_steps(store, name):
-    study = script("stored_answers").study(name)
-    keys = {key for by_seed in script("stored_answers").compared_runs(name, store).values() for key in by_seed.values()}
+    study = script("tables.stored_answers").study(name)
+    keys = {
+        key
+        for by_seed in script("tables.stored_answers").compared_runs(name, store).values()
+        for key in by_seed.values()
+    }
     examples = {json.loads((store / key / "result.json").read_text())["examples"] for key in keys}
     assert known().rule.steps * study.settings["batch_size"] < min(examples)
 
@@ -57,7 +65,7 @@ def test_the_rule_has_not_been_judged():
 
 @pytest.mark.parametrize("name", ["gsm8k", "equal-cost", "caesar"])
 def test_the_default_rates_include_the_best_rates_of_every_arm(store, name):
-    progress = so_far(script("stored_answers").study(name), store)
+    progress = so_far(script("tables.stored_answers").study(name), store)
     cases = cases_of(progress.schedule, progress.results)
     for case in cases:
         grid = FULL_RATES if case.name.startswith("full") else ADAPTER_RATES

@@ -149,7 +149,7 @@ def test_a_run_trained_again_replaces_the_earlier_one_whose_losses_are_kept(tmp_
         collect(tmp_path / f"store {loss}", tmp_path / "results")
     (line,) = (tmp_path / "results" / "repeats.jsonl").read_text().splitlines()
     assert json.loads(line) == {"run": "1" * 16, "losses": {"gym/sums-validation": 0.5}}
-    noise = importlib.import_module("noise")
+    noise = importlib.import_module("tables.noise")
     text = " ".join(noise.repeats(noise.trainings(tmp_path / "results")))
     assert "1 run was trained again" in text
     assert "validation losses differ by 0.2000 (median of 1; at most 0.2000)." in text

@@ -15,7 +15,7 @@ def script(name):
 
 
 def step(variant, ms, gib, question="methods", setting="llama-3.1-8b shapes, 4x1024", run="1"):
-    row = dict.fromkeys(script("step_costs").harness.COLUMNS, "")
+    row = dict.fromkeys(script("choosing_page.step_costs").harness.COLUMNS, "")
     row |= {"question": question, "setting": setting, "variant": variant, "unit": "ms", "p50": str(ms), "samples": "9"}
     return row | {"peak_gib": str(gib), "device": "a GPU", "run": run}
 
@@ -26,14 +26,16 @@ def method(variant, ms, gib):
 
 
 def test_a_methods_costs_are_multiples_of_loras():
-    costs = script("step_costs").method_costs([*method("lora", 100, 10), *method("peft/gralora, k = 4", 150, 11)])
+    costs = script("choosing_page.step_costs").method_costs(
+        [*method("lora", 100, 10), *method("peft/gralora, k = 4", 150, 11)]
+    )
     assert costs.ratios({"method": "peft/gralora", "gralora_k": 4}) == ("1.50", "1.10")
     assert costs.ratios({"method": "peft/gralora", "gralora_k": 8}) == ("not measured", "not measured")
     assert costs.ratios({"method": "lora"}) == ("1.00", "1.00")
 
 
 def test_ranks_are_multiples_of_the_lowest():
-    module = script("step_costs")
+    module = script("choosing_page.step_costs")
     rows = [
         step(variant, ms * factor, gib * factor, module.QUESTION, f"8b, 4x1024, r={rank}, bf16 base")
         for rank, factor in ((8, 1), (128, 1.5))
@@ -48,7 +50,7 @@ def test_ranks_are_multiples_of_the_lowest():
 
 
 def test_fused_layers_are_compared_within_one_run():
-    module = script("step_costs")
+    module = script("choosing_page.step_costs")
     rows = [step(module.PEFT, 200, 20, module.QUESTION), step(module.FASTEST, 100, 12, module.QUESTION)]
     later = step(module.PEFT, 400, 40, module.QUESTION, run="2")
     assert module.fused_layers([*rows, later])[1:] == (0.5, 0.6)
@@ -57,7 +59,7 @@ def test_fused_layers_are_compared_within_one_run():
 
 def test_arms_have_the_names_of_the_measured_methods(monkeypatch):
     pytest.importorskip("triton")
-    module = script("step_costs")
+    module = script("choosing_page.step_costs")
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     measured = {variant.name for variant in script("methods_cost").VARIANTS}
     names = {module.variant(arm.settings) for arm in read("equal-cost").arms}

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import rank_choice
-from arm_states import states
-from generated import fill
-from how_sure import accuracy, measured, open_questions, remaining, scope, state
-from method_choice import STUDY, elsewhere, summary, table
-from na_lora_record import na_lora
-from noise import trainings
-from rate_losses import best_rates, grids, rate_table, sides
-from recommendation import start
-from run_tables import read_tables
-from seeds_needed import seeds_table
-from short_answer import commands, script, sentence, short_table, study_file
-from step_costs import Row, fused_layers, method_costs, rank_table, read_rows
-from stored_answers import study
+from tables.arm_states import states
+from tables.generated import fill
+from tables.noise import trainings
+from tables.run_tables import read_tables
+from tables.stored_answers import study
 
-HERE = Path(__file__).parent
+from choosing_page import rank_choice
+from choosing_page.how_sure import accuracy, measured, open_questions, remaining, scope, state
+from choosing_page.method_choice import STUDY, elsewhere, summary, table
+from choosing_page.na_lora_record import na_lora
+from choosing_page.rate_losses import best_rates, grids, rate_table, sides
+from choosing_page.recommendation import start
+from choosing_page.seeds_needed import seeds_table
+from choosing_page.short_answer import commands, script, sentence, short_table, study_file
+from choosing_page.step_costs import Row, fused_layers, method_costs, rank_table, read_rows
+
+HERE = Path(__file__).parents[1]
 PAGE = HERE.parent / "docs" / "choosing.md"
 README = HERE.parent / "README.md"
 

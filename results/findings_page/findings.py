@@ -13,24 +13,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from early_losses import early_losses
-from equal_cost import NAME, equal_cost, lora_pro
-from generated import fill
-from grids import grids
-from later_seeds import later_seeds
-from noise import repeats, trainings
-from pooled import both_ways
-from power import power
-from run_tables import Run, read_tables
-from stored_answers import answer_of, answers, named
-from trainable import trainable
-from transient import transient
-from unfinished import percent, unfinished
+from tables.generated import fill
+from tables.noise import repeats, trainings
+from tables.run_tables import Run, read_tables
+from tables.stored_answers import answer_of, answers, named
 
+from findings_page.early_losses import early_losses
+from findings_page.equal_cost import NAME, equal_cost, lora_pro
+from findings_page.grids import grids
+from findings_page.later_seeds import later_seeds
+from findings_page.pooled import both_ways
+from findings_page.power import power
+from findings_page.trainable import trainable
+from findings_page.transient import transient
+from findings_page.unfinished import percent, unfinished
 from nalora.evaluation.significance import ALPHA, holm
 from nalora.studies.questions import LOSS
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PAGE = HERE.parent / "docs" / "findings.md"
 ACCURACY = "accuracy"
 

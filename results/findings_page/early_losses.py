@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stored_answers import study
+from tables.stored_answers import study
 
 from nalora.errors import counted
 from nalora.studies.conduct import so_far

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from stored_answers import answer_of, named
+from tables.stored_answers import answer_of, named
 
 
 class Optimum(NamedTuple):

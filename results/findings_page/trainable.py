@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from run_tables import read_tables
+from tables.run_tables import read_tables
 
 # SmolLM2-135M. The total is checked against the stored runs.
 SHAPE = {

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arm_states import BASELINE, LORA, NOT_FINISHED, State, shown_share, states
-from step_costs import MethodCosts, variant
-from stored_answers import FULL, study
+from tables.arm_states import BASELINE, LORA, NOT_FINISHED, State, shown_share, states
+from tables.stored_answers import FULL, study
 
+from choosing_page.step_costs import MethodCosts, variant
 from nalora.errors import counted
 
 STUDY, JUDGED = "equal-cost", "equal-cost-judged"

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from collect import REPEATS
-from run_tables import read_tables
 
 from nalora.errors import counted
 from nalora.evaluation.significance import compare_methods
 from nalora.runs.folder import HELD_OUT
+from tables.run_tables import read_tables
 
 # The losses of every training of a run, by the run's key: the training that counts is the last.
 Trainings = Mapping[str, Sequence[Mapping[str, float]]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from noise import Trainings
-from stored_answers import TITLES, BySeed, answer_of, compared_runs, study
+from tables.noise import Trainings
+from tables.stored_answers import TITLES, BySeed, answer_of, compared_runs, study
 
 from nalora.evaluation.significance import Comparison, compare_methods
 

@@ -6,10 +6,9 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from stored_answers import FULL, Answer, answer_of, study, values
-from study_pages import percent
-
 from nalora.studies.questions import LOSS
+from tables.stored_answers import FULL, Answer, answer_of, study, values
+from tables.study_pages import percent
 
 LORA = "lora"
 BASELINE, NOT_FINISHED = "baseline", "not finished"

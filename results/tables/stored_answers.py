@@ -11,7 +11,7 @@ from nalora.studies.conduct import so_far
 from nalora.studies.questions import LOSS
 from nalora.studies.study import Study, read
 
-STUDIES = Path(__file__).parents[1] / "studies"
+STUDIES = Path(__file__).parents[2] / "studies"
 # The studies of the page's first table, with their titles.
 TITLES = {
     "gsm8k": "GSM8K",

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from findings import ACCURACY, one_family
-from method_choice import STUDY
-from run_tables import Run
-from stored_answers import FULL, answers, study, values
+from findings_page.findings import ACCURACY, one_family
+from tables.run_tables import Run
+from tables.stored_answers import FULL, answers, study, values
 
+from choosing_page.method_choice import STUDY
 from nalora.errors import counted
 from nalora.evaluation.significance import ALPHA
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from noise import Trainings
-from pooled import compared
-from stored_answers import FULL, TITLES, BySeed, answer_of, families, values
+from tables.noise import Trainings
+from tables.stored_answers import FULL, TITLES, BySeed, answer_of, families, values
 
+from findings_page.pooled import compared
 from nalora.evaluation.significance import ALPHA, smallest_effect
 
 LORA = "lora"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-import rank_choice
-from arm_states import LORA, State, shown_share, states
-from method_choice import JUDGED, Choice, run_file
-from rate_losses import GRIDS
-from recommendation import Start
-from seeds_needed import SIZES, needed, paired, shown
-from step_costs import MethodCosts, Row
+from tables.arm_states import LORA, State, shown_share, states
 
+from choosing_page import rank_choice
+from choosing_page.method_choice import JUDGED, Choice, run_file
+from choosing_page.rate_losses import GRIDS
+from choosing_page.recommendation import Start
+from choosing_page.seeds_needed import SIZES, needed, paired, shown
+from choosing_page.step_costs import MethodCosts, Row
 from nalora.errors import counted
 from nalora.evaluation.significance import FEWEST_SEEDS
 

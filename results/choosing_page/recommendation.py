@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arm_states import LORA
-from method_choice import STUDY, Choice, chosen
-from rate_losses import GRIDS, Grid, grids, rates_to_try, rounded, start_rate
-from stored_answers import study
+from tables.arm_states import LORA
+from tables.stored_answers import study
+
+from choosing_page.method_choice import STUDY, Choice, chosen
+from choosing_page.rate_losses import GRIDS, Grid, grids, rates_to_try, rounded, start_rate
 
 
 class Start(NamedTuple):

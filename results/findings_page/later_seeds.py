@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from noise import significant_differences
+from tables.noise import significant_differences
 
 from nalora.studies.questions import LOSS
 

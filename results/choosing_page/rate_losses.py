@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from arm_states import LORA
-from stored_answers import FULL, TITLES, Answer, answer_of, study
+from tables.arm_states import LORA
+from tables.stored_answers import FULL, TITLES, Answer, answer_of, study
 
 from nalora.errors import counted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from arm_states import LORA, NOT_FINISHED, State, shown_share, states
-from stored_answers import FULL, Answer, answer_of
+from tables.arm_states import LORA, NOT_FINISHED, State, shown_share, states
+from tables.stored_answers import FULL, Answer, answer_of
 
 from nalora.studies.questions import LOSS
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from method_choice import STUDY
-from noise import Trainings
-from pooled import compared
-from stored_answers import TITLES, Answer, answer_of, study
+from findings_page.pooled import compared
+from tables.noise import Trainings
+from tables.stored_answers import TITLES, Answer, answer_of, study
 
+from choosing_page.method_choice import STUDY
 from nalora.errors import counted
 from nalora.studies.questions import LOSS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from run_tables import Run
-from stored_answers import compared_runs, study
+from tables.run_tables import Run
+from tables.stored_answers import compared_runs, study
 
 
 def unfinished(name: str, runs: dict[str, Run], store: Path) -> dict[str, list[float]]:

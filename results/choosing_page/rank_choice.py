@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from arm_states import LORA, State, shown_share, states
-from method_choice import STUDY
-from step_costs import Row, rank_ratios
-from stored_answers import study
+from tables.arm_states import LORA, State, shown_share, states
+from tables.stored_answers import study
+
+from choosing_page.method_choice import STUDY
+from choosing_page.step_costs import Row, rank_ratios
 
 NAME = "gap-sources"
 

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arm_states import LORA
-from power import differences_from_lora
-from rate_losses import GRIDS
-from stored_answers import FULL, answer_of, values
+from findings_page.power import differences_from_lora
+from tables.arm_states import LORA
+from tables.stored_answers import FULL, answer_of, values
 
+from choosing_page.rate_losses import GRIDS
 from nalora.evaluation.significance import ALPHA, FEWEST_SEEDS, seeds_to_decide
 from nalora.studies.questions import LOSS
 

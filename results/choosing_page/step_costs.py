@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The scripts of benchmarks/ import each other by name.
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import harness
 from methods_page import BASELINE, Cost, latest

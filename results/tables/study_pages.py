@@ -6,15 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from stored_answers import STUDIES
-
 from nalora.errors import counted
 from nalora.files import atomic, outputs
 from nalora.studies.conduct import Progress
 from nalora.studies.schedule import Cell
 from nalora.studies.store import TEST
+from tables.stored_answers import STUDIES
 
-RESULTS = Path(__file__).parent
+RESULTS = Path(__file__).parents[1]
 
 
 def options(description: str, name: str) -> argparse.ArgumentParser:

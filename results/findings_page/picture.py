@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stored_answers import answers, named
+from tables.stored_answers import answers, named
 
 from nalora.report.drawing import GREY, colour, panels, style, title
 from nalora.studies.questions import LOSS
@@ -15,8 +15,8 @@ from nalora.studies.questions import LOSS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RESULTS = Path(__file__).parent
-TARGET = Path(__file__).parents[1] / "docs" / "figures" / "findings.svg"
+RESULTS = Path(__file__).parents[1]
+TARGET = Path(__file__).parents[2] / "docs" / "figures" / "findings.svg"
 
 
 def draw() -> Path:

@@ -1,0 +1,1 @@
+"""The generated parts of docs/choosing.md and of the README's first screen."""

@@ -1,0 +1,1 @@
+"""Stored runs and answers, as the scripts of this folder read and write them."""
