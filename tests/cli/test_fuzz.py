@@ -53,7 +53,7 @@ def refused(run, place, *arguments, works: bool = False) -> str:
     if works and code == 0:
         return ""
     assert code == 2, (code, err)
-    assert err.startswith("nalora: ")
+    assert err.startswith(("nalora: ", f"nalora {arguments[0]}: "))
     assert err.count("\n") == 1
     assert err.rstrip("\n").isprintable()
     assert len(err) < 4_000

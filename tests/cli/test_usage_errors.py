@@ -24,7 +24,7 @@ from nalora.cli import usage_errors
         ),
         ("launch -z", "found the unknown option -z; expected one of --config, --help. Fix: see `nalora launch --help`"),
         ("--versio", "nalora: found the unknown option --versio; expected one of --version, --help. Fix: did you mean"),
-        ("trian x", "nalora: found the unknown command trian; expected one of demo, data, train, "),
+        ("trian x", "nalora: found the unknown command trian; expected one of demo, data, suggest, train, "),
         ("trian x", "Fix: did you mean train?"),
         ("inspect", "nalora inspect: found no MODEL; expected a model folder, "),
         ("inspect", "or smollm2-135m. Fix: add MODEL after `nalora inspect`"),

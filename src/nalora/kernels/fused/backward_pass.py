@@ -15,8 +15,8 @@ def backward_pass(function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function)
     def outside_of_autocast(ctx: Any, *grads: Any) -> Any:
-        device = next(grad.device.type for grad in grads if grad is not None)
-        if not torch.is_autocast_enabled(device):
+        device = next((grad.device.type for grad in grads if grad is not None), None)
+        if device is None or not torch.is_autocast_enabled(device):
             return function(ctx, *grads)
         with torch.autocast(device, enabled=False):
             return function(ctx, *grads)
