@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 
 import peft
 import pytest
@@ -323,7 +324,7 @@ def test_what_cannot_be_fp8_is_refused_by_name_and_left_unchanged(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"compile_layers": True}])
-def test_a_copy_of_a_fused_model_is_fused_again(options):
+def test_a_copy_of_a_fused_model_is_fused_again(options, graphs):
     """The copy has the method of a replaced forward, and inert hooks in place of ours."""
     model = llama()
     nalora.fuse(model)
@@ -350,3 +351,11 @@ def test_a_backward_inside_autocast_of_a_pass_outside_of_it():
         assert gradient.dtype is torch.float32
         # PEFT's own backward pass rounds to bf16 there.
         torch.testing.assert_close(gradient, gradients[1][name], rtol=0.05, atol=0.05 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize(("dropout", "warned"), [(0.1, True), (0.0, False)])
+def test_a_model_of_which_nothing_is_fused_is_warned_about(dropout, warned, caplog):
+    with caplog.at_level(logging.WARNING, "nalora"):
+        layers = nalora.fuse(llama(lora_dropout=dropout))
+    assert ("no LoRA layer is fused, all are left to PEFT: lora_dropout in training" in caplog.text) is warned
+    assert repr(layers) == str(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import nn
 from nalora.control.blocks import FFNBlock, find_blocks
 from nalora.control.fuse_arguments import check_arguments
 from nalora.control.fused_check import Agreement, compare, drops_out, loss_and_gradients
-from nalora.control.fused_report import of_base, of_layers
+from nalora.control.fused_report import of_base, of_layers, reasons_if_nothing_is_fused
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
 from nalora.errors import NALoRAError
@@ -25,6 +26,7 @@ from nalora.kernels.statistics.engines import has_triton
 
 Base = Literal["keep", "fp8"]
 _ATTRIBUTE = "nalora_layers"
+_log = logging.getLogger("nalora")
 
 
 def fuse(
@@ -101,6 +103,8 @@ class FusedModel:
         if self._base is not None:
             self._base.commit(model)
         setattr(model, _ATTRIBUTE, self)
+        if reasons := reasons_if_nothing_is_fused(model):
+            _log.warning("nalora.fuse: no LoRA layer is fused, all are left to PEFT: %s", "; ".join(reasons))
 
     def install(self) -> None:
         """Replace the forwards of the layers, if they are not replaced already."""
@@ -216,6 +220,8 @@ class FusedModel:
         if self.graphs_layers:
             lines.append(f"  CUDA graphs: {count} decoder layers, from the second training pass of a shape on")
         return "\n".join(lines + (of_base(self._base) if self._base is not None else []))
+
+    __repr__ = __str__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has PEFT's own forwards."""

@@ -30,6 +30,12 @@ def of_layers(model: nn.Module, blocks: Sequence[FFNBlock]) -> list[str]:
     return lines + [f"  computed layer by layer: {number} FFNs: {reason}" for reason, number in counts.items()]
 
 
+def reasons_if_nothing_is_fused(model: nn.Module) -> list[str]:
+    """Return why every LoRA layer is left to PEFT; empty if any is fused."""
+    reasons = [why_left_to_peft(module) for module in model.modules() if isinstance(module, LoraLayer)]
+    return [*dict.fromkeys(reasons)] if all(reasons) else []
+
+
 def of_base(base: FP8Base) -> list[str]:
     """Return which layers of a base are in FP8, and what that changes."""
     memory = f"{base.saved_bytes / 2**30:.2f} GiB less memory"

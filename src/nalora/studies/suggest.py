@@ -164,7 +164,7 @@ def refuse_longer(steps: int, whole: int) -> None:
             f"--steps {steps}",
             found=f"a run of {counted(whole, 'step')}",
             expected="fewer steps than the whole run has",
-            fix=f"give --steps {max(2, whole // 4)}" if whole > 2 else "train the run with more steps",
+            fix=f"train {-(-(steps + 1) // whole)} times as long (epochs=… or steps=…), or with a smaller batch_size",
         )
 
 
