@@ -11,7 +11,7 @@ from torch import nn
 from nalora.kernels.fused.replaced_forward import forward_below
 from nalora.kernels.inert_hook import inert_hook
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ServedHook:
@@ -35,7 +35,7 @@ def replaced_host_forward(host: nn.Module) -> str:
 
 def hooks_of(module: nn.Module) -> str:
     """Return which hooks a call of the module runs besides those of NA-LoRA; empty if none."""
-    hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+    hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
     foreign = [hook for hook in hooks if not isinstance(hook, ServedHook) and hook is not inert_hook()]
     return f"a hook ({getattr(foreign[0], '__name__', type(foreign[0]).__name__)})" if foreign else ""
 

@@ -9,12 +9,11 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from nalora.kernels.fused.foreign import hooks_of
+from nalora.kernels.fused.foreign import HOOKS, hooks_of
 from nalora.kernels.fused.layer_recording import Watched, places_of
 from nalora.kernels.fused.replaced_forward import replaced_by
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]
+_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
 
 
 class LayerState:
@@ -37,7 +36,7 @@ class LayerState:
         self._inner, self._counted = inner, -1
         self._attributes = [vars(module) for module in inner]
         self._children = [module._modules for module in (*self.layers, *inner) if module._modules]
-        self._hooks = [vars(module)[name] for module in inner for name in _HOOKS]
+        self._hooks = [vars(module)[name] for module in inner for name in HOOKS]
         self._adapted = [module for module in inner if isinstance(module, LoraLayer)]
 
     def current(self) -> tuple[Any, ...]:
