@@ -22,7 +22,10 @@ import harness
 HERE = Path(__file__).parent
 # What the goals compare; the other variants are measured once, at 4 x 1,024 with rank 8.
 LONG = ["PEFT LoRA + Liger", "NA-LoRA, everything on", "NA-LoRA, everything on, FP8 base"]
-MAIN = ["Unsloth", *LONG, *(f"{name}, cuDNN attention, CUDA graphs" for name in LONG[1:])]
+GRAPHED = ", cuDNN attention, CUDA graphs"
+MAIN = ["Unsloth", *LONG, *(f"{name}{GRAPHED}" for name in LONG[1:])]
+# The README's rows of `nalora.fuse`, which must be of the same run.
+FUSED = ["nalora.fuse", *(f"nalora.fuse + Liger{more}" for more in ("", GRAPHED, f", FP8 base{GRAPHED}"))]
 # Compiled layers take a minute each to compile.
 COMPILED = [
     f"NA-LoRA + Liger's loss, compiled layers{base}, cuDNN attention{graphs}"
@@ -49,9 +52,8 @@ def step(name: str, seconds: int, *options: str, only: list[str] | None = None) 
 COMMANDS = [
     # The variants that the goals are about, on two layers: what does not run or does not agree is known after a minute.
     Command("check", 150, ("training_step.py", "--check", "--layers", "2", "--only", *MAIN, *COMPILED)),
-    # Not measured since outputs of norms are computed again, and since compiled layers can be graphed.
-    step("bf16 and FP8, 4 x 1,024", 480, only=[*MAIN, *COMPILED]),
-    # The losses of 200 steps have no rows; Trainer has none since its losses are not read in every step.
+    # Compiled layers cast adapters once in a pass since the last rows.
+    step("bf16 and FP8, 4 x 1,024", 480, only=[*MAIN, *FUSED, *COMPILED]),
     Command("loss curves", 180, ("loss_curves.py",)),
     Command("small model in Trainer", 90, ("trainer_graphs.py",)),
     step("four bits", 210, "--four-bit", only=MAIN[:-1]),

@@ -1,4 +1,4 @@
-"""Write docs/performance.md and its figures from rows.csv and loss_curves.csv.
+"""Write docs/performance.md, its figures and the README's table from rows.csv and loss_curves.csv.
 
 python benchmarks/page.py
 """
@@ -6,16 +6,19 @@ python benchmarks/page.py
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import details_page
 import figures
+import first_screen
 import harness
 import peers_page
 from figures import CURVES
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+ROOT = Path(__file__).parent.parent
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BASELINE = "PEFT LoRA"
 FLOOR = "matrix products alone"
 # The goals, as ratios to the baseline: (time, memory).
@@ -47,6 +50,7 @@ Row = dict[str, str]
 def main() -> None:
     rows = harness.read()
     PAGE.write_text(page(rows))
+    README.write_text(first_screen.filled(README.read_text(encoding="utf-8"), rows), encoding="utf-8")
     figures.training_step(times_of_figure(rows), FLOOR)
     figures.loss_curves(CURVES)
 
@@ -159,12 +163,21 @@ def curves(rows: list[Row]) -> Iterator[str]:
     with CURVES.open(newline="") as file:
         points = list(csv.DictReader(file))
     plain, *others = [name for name in points[0] if name != "step"]
-    yield "\n## Loss of fused layers and of PEFT's layers\n\n`python benchmarks/loss_curves.py`: fifty bf16 steps of"
-    yield "NA-LoRA from the same initial weights.\n\n![Loss curves overlaid](figures/loss_curves.svg)\n"
+    losses = {name: [float(point[name]) for point in points] for name in (plain, *others)}
+    second_half = len(points) // 2
+    yield "\n## Loss of fused layers and of PEFT's layers\n"
+    yield f"`python benchmarks/loss_curves.py`: {len(points)} bf16 steps from the same random weights on the same"
+    yield "batches, at the shapes of Llama-3.1-8B. The loss of random weights has spikes, which"
+    yield "rounding moves to other steps, so that the largest difference is that of a spike.\n"
+    yield "![Loss curves overlaid](figures/loss_curves.svg)\n"
+    later = f"mean loss of steps {second_half + 1} to {len(points)}"
+    yield f"| layers | difference from {plain}: median | largest | {later} |"
+    yield "|---|---|---|---|"
+    yield f"| {plain} |  |  | {statistics.mean(losses[plain][second_half:]):.4f} |"
     for name in others:
-        difference = max(abs(float(point[name]) - float(point[plain])) for point in points)
-        yield f"- {name}: the loss differs from that of {plain} by at most {difference:.4f}; the last loss is"
-        yield f"  {points[-1][name]}, compared with {points[-1][plain]}."
+        differences = [abs(one - other) for one, other in zip(losses[name], losses[plain], strict=True)]
+        cells = (statistics.median(differences), max(differences), statistics.mean(losses[name][second_half:]))
+        yield f"| {name} | {' | '.join(f'{each:.4f}' for each in cells)} |"
 
 
 def kernel(rows: list[Row]) -> Iterator[str]:

@@ -98,7 +98,9 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
     for setting, variants in by_setting.items():
         first = next(iter(variants.values()))
         yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {first['device']}, torch {first['torch']}, "
-        yield f"transformers {first['transformers']}, peft {first['peft']}, commit {first['commit']}.\n"
+        yield f"transformers {first['transformers']}, peft {first['peft']}, commit {first['commit']}."
+        earlier = {row["commit"]: None for row in variants.values() if row["p50"] and row["run"] != first["run"]}
+        yield f"Variants with a * are from earlier runs (commit {', '.join(earlier)}).\n" if earlier else ""
         yield "| variant | ms (p20 … p80) | / PEFT | / Unsloth | peak GiB | / PEFT | / Unsloth | gradients | cosine |"
         yield "|---|---|---|---|---|---|---|---|---|"
         for name, row in variants.items():
@@ -109,7 +111,8 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
                 [cell(ratio(row, quantity, reference, rows)) for reference in (PEFT, UNSLOTH)] for quantity in WORDS
             )
             spread = f"{float(row['p50']):.1f} ({float(row['p20']):.1f} … {float(row['p80']):.1f})"
-            cells = [name, spread, *times, row["peak_gib"], *memory, row["gradient_error"], row["worst_cosine"]]
+            marked = name if row["run"] == first["run"] else f"{name} *"
+            cells = [marked, spread, *times, row["peak_gib"], *memory, row["gradient_error"], row["worst_cosine"]]
             yield f"| {' | '.join(cells)} |"
         yield from goals(setting, variants, rows)
 
@@ -128,13 +131,19 @@ def goals(setting: str, variants: dict[str, Row], rows: list[Row]) -> Iterator[s
 
 
 def ranks_measured(rows: list[Row]) -> dict[str, dict[int, dict[str, Row]]]:
-    """Return the timed variants by rank, for settings that differ in nothing but the rank."""
-    families: dict[str, dict[int, dict[str, Row]]] = {}
-    for setting, variants in latest(rows, QUESTION).items():
-        if match := re.search(r"r=(\d+), ", setting):
-            rest = setting.replace(match[0], "")
-            families.setdefault(rest, {})[int(match[1])] = {name: row for name, row in variants.items() if row["p50"]}
-    return {rest: ranks for rest, ranks in families.items() if len(ranks) > 1}
+    """Return the timed variants by rank, for settings that differ in nothing but the rank.
+
+    They are those of one commit, the latest of those that measured the most ranks: ranks are compared with each other.
+    """
+    families: dict[str, dict[str, dict[int, dict[str, Row]]]] = {}
+    for commit in dict.fromkeys(row["commit"] for row in rows):
+        for setting, variants in latest([row for row in rows if row["commit"] == commit], QUESTION).items():
+            timed = {name: row for name, row in variants.items() if row["p50"]}
+            if timed and (match := re.search(r"r=(\d+), ", setting)):
+                rest = setting.replace(match[0], "")
+                families.setdefault(rest, {}).setdefault(commit, {})[int(match[1])] = timed
+    most = {rest: max(reversed(commits.values()), key=len) for rest, commits in families.items()}
+    return {rest: ranks for rest, ranks in most.items() if len(ranks) > 1}
 
 
 def by_rank(rows: list[Row]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import details_page
+import first_screen
 import harness
 import page
 import peers_page
@@ -50,7 +51,7 @@ def test_ratios_are_within_a_run():
     assert "relative to PEFT LoRA 0.600" in text
     assert "CUDA graphs: time relative to Unsloth" not in text
     # A failure does not hide the time of an earlier run.
-    assert "| Unsloth | 200.0" in text
+    assert "| Unsloth * | 200.0" in text
 
 
 @pytest.mark.parametrize(("slow", "verdict"), [(280.0, "1.120, goal ≤ 1.12: reached"), (290.0, "**not reached**")])
@@ -62,6 +63,31 @@ def test_step_by_rank(slow, verdict):
     text = lines(peers_page.by_rank, rows)
     assert "| variant | r = 8 | r = 128 |" in text
     assert verdict in text
+
+
+def test_ranks_are_compared_within_a_commit():
+    large = SETTING.replace("r=8", "r=128")
+    rows = [row(peers_page.GRAPHS, ms, 30.0, setting, commit=commit) for setting, ms, commit in
+            ((SETTING, 100.0, "old"), (large, 110.0, "old"), (SETTING, 105.0, "new"))]  # fmt: skip
+    text = lines(peers_page.by_rank, rows)
+    assert "time at r = 128 relative to r = 8 1.100" in text
+    assert "105.0" not in text
+
+
+def test_the_readmes_table_is_of_one_run():
+    graphed = "nalora.fuse + Liger, cuDNN attention, CUDA graphs"
+    rows = [row(graphed, 90.0, 4.0), row("PEFT LoRA", 200.0, 10.0, run="b"), row("Unsloth", 150.0, 5.0, run="b"),
+            row("nalora.fuse", 120.0, 6.0, run="b")]  # fmt: skip
+    text = "\n".join(first_screen.table(rows))
+    for expected in ("| PEFT LoRA | 200 ms | 10.0 GiB |", "| 150 ms (0.75) | 5.0 GiB (0.50) |", "| 120 ms (0.60) |"):
+        assert expected in text
+    assert "90 ms" not in text
+
+
+def test_the_readme_in_the_repository_has_the_table_of_the_rows():
+    readme = page.README.read_text(encoding="utf-8")
+    assert first_screen.filled(readme, harness.read()) == readme
+    assert all(line in readme for line in first_screen.table(harness.read()))
 
 
 def test_long_context_and_four_bits_have_their_own_goals():

@@ -15,7 +15,7 @@ from torch import nn
 
 import nalora
 from nalora.control import fused_check
-from nalora.kernels.fused import compiled_layers, ffn_op, linears_op
+from nalora.kernels.fused import adapters, compiled_layers, ffn_op, linears_op
 from nalora.kernels.statistics import engines
 
 pytest.importorskip("triton")
@@ -95,6 +95,19 @@ def test_outputs_of_norms_are_not_kept(graphs):
         loss = model(**batch()).loss
     assert len(kept) == 3 * 2 + 1
     loss.backward()
+
+
+def test_adapters_are_cast_in_the_forward_pass_alone(graphs, monkeypatch):
+    """The compiler keeps what an operator returns; casts that it saw it would repeat in the backward pass."""
+    calls, exact = [], adapters.cast
+    monkeypatch.setattr(adapters, "cast", lambda groups, dtype: (calls.append(len(groups)), exact(groups, dtype))[1])
+    model = llama()
+    nalora.fuse(model, compile_layers=True)
+    loss = model(**batch()).loss
+    # In each of two layers: query, key and value together, the output, the two groups of the FFN together.
+    assert calls == [1, 1, 2] * 2
+    loss.backward()
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -225,3 +238,5 @@ def test_the_operators_describe_themselves_correctly():
     factors = [factor.detach() for factor in (torch.cat(a[:2]), *b[:2], a[2], b[2])]
     arguments = (x, frozen, factors, a, b, [2.0, 0.5, 1.0], 0, float("inf"), 0.0, None)
     torch.library.opcheck(torch.ops.nalora.lora_ffn.default, arguments)
+    plain = ([factor.detach() for factor in each] for each in (a, b))
+    torch.library.opcheck(torch.ops.nalora.cast_adapters.default, (*plain, [2.0, 0.5, 1.0], [2, 1], torch.bfloat16))

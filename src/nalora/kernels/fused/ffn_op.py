@@ -32,7 +32,7 @@ def compute(
     assert inner is not None
     assert outer is not None
     dtype = compute_dtype(x)
-    of_inner, of_outer = cast_in_graph(inner, dtype), cast_in_graph(outer, dtype)
+    of_inner, of_outer = cast_in_graph((inner, outer), dtype)
     factors = [of_inner.a, *of_inner.b, of_outer.a, *of_outer.b]
     frozen = [tensor for layer in (gate, up, down) for tensor in stored_tensors(layer.base_layer)]
     output: Tensor = torch.ops.nalora.lora_ffn(

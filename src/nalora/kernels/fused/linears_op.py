@@ -25,7 +25,7 @@ def compute(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     adapters = adapters_of(tuple(layers))
     assert adapters is not None
     dtype = compute_dtype(x)
-    factors = cast_in_graph(adapters, dtype)
+    (factors,) = cast_in_graph((adapters,), dtype)
     frozen = [tensor for layer in layers for tensor in stored_tensors(layer.base_layer)]
     outputs: list[Tensor] = torch.ops.nalora.lora_linears(
         x.to(dtype), frozen, factors.a, list(factors.b), *(list(part) for part in adapters)
