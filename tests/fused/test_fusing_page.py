@@ -21,9 +21,11 @@ def test_the_code_of_the_page_runs(capsys):
     names = {"model": model, "batch": {"input_ids": ids, "labels": ids}}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
+        code = compile(block, str(PAGE), "exec")
+        if "liger_kernel" not in block:  # whose norms need a GPU
+            exec(code, names)
     assert "Fused layers: " in capsys.readouterr().out
     assert names["agreement"].gradients < 1e-5
     after = model.state_dict()
