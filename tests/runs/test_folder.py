@@ -77,6 +77,20 @@ def test_a_finished_run_keeps_its_settings(begun, settings):
     assert go_on(begun, settings, save_every=50)["save_every"] == 0
 
 
+@pytest.mark.parametrize("change", [{"stop_after": None}, {"stop_after": 5}, {"rank": 4}])
+def test_a_finished_run_is_not_continued_with_other_settings(settings, change):
+    settings["stop_after"] = 3
+    folder = RunFolder(settings["output"])
+    folder.open(check(settings).to_dict(), resume=False)
+    with pytest.raises(NALoRAError, match="found a run started with other") as unfinished:
+        go_on(folder, settings, **change)
+    assert unfinished.value.fix.startswith(f"`nalora train {folder.path} --resume` continues it with those")
+    folder.finish({"steps": 3, "stopped_early": True, "planned_steps": 6})
+    with pytest.raises(NALoRAError, match="found a finished run started with other") as finished:
+        go_on(folder, settings, **change)
+    assert finished.value.fix == "leave --resume out and give another output="
+
+
 def test_a_stopped_run_resumes_with_smaller_passes_and_new_intervals(settings, tmp_path, monkeypatch):
     whole = settings | {"output": str(tmp_path / "whole")}
     train(check(whole))

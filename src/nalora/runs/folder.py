@@ -87,6 +87,8 @@ class RunFolder:
         if resume and (changed := self._changed(settings, data_record.equal_in_content(before, now))):
             found = f"a run started with other settings: {'; '.join(changed)}"
             fix = f"`{self.resume_command()}` continues it with those; or give another output="
+            if self.result.is_file():  # as a run that stop_after ended
+                found, fix = f"a finished {found[2:]}", "leave --resume out and give another output="
             return found, "the settings it was started with", fix
         if resume:
             return None
