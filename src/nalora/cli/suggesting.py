@@ -63,6 +63,7 @@ def suggest(
     from nalora.runs.conversion import key_values
     from nalora.runs.settings import read
     from nalora.studies import suggest as suggesting
+    from nalora.training.batches import passes_over
 
     typed = settings or []
     if "learning_rate" in key_values(typed):
@@ -99,7 +100,7 @@ def suggest(
         screen.print("No suggestion: fix the cause and start the same command again.", highlight=False)
         raise typer.Exit(MISSING)
     commands = _Commands(run, typed, output, steps, workers, per_gpu)
-    passes = steps * described.settings.batch_size / rows
+    passes = passes_over(described.settings, rows, steps)
     _conclude(screen, suggesting.logged(progress.schedule, steps), folder, whole, passes, commands)
 
 
