@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 
 from nalora import methods
 from nalora.cli import app
+from nalora.runs.settings import check
 from nalora.studies.cost import estimate, hours_text
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import TEST, VALIDATION, Result
 from nalora.studies.study import parse, read
+from nalora.studies.suggest import ShortRuns, short_runs
 
 ROOT = Path(__file__).parents[2]
 ESTIMATED = ["table-1", "ranks", "ablation", "target-modules", "t5-glue", "clip", "diagnostics", "gradient-or-update"]
@@ -70,6 +72,13 @@ def test_tokens_count_for_large_models_and_launches_for_small_ones():
     graph = estimate(schedule_of(settings={**small, "cuda_graphs": True}), {})
     assert graph.hours < short.hours / 2
     assert graph.gpu_hours(4) == graph.hours
+
+
+def test_short_runs_of_a_suggestion():
+    run = check({"model": "smollm2-135m", "task": "gym/chain_sum", "steps": 200, "batch_size": 32})
+    cost = estimate(ShortRuns(short_runs(run, (1e-3, 2e-3, 4e-3), 30), "store"), {})
+    measured = methods.measured_steps()["smollm2-135m shapes, 32x320"]
+    assert cost.hours * 3600 == pytest.approx(3 * (30 * measured["ms"]["lora"] / 1000 + measured["start_s"]["lora"]))
 
 
 def test_runs_that_are_done_are_not_left():
