@@ -35,6 +35,8 @@ from nalora.runs.trust import consequences
 
 # The ending of the folder with evaluations on the examples that were held out of the training set.
 HELD_OUT = "-validation"
+# The beginning of the names under which metrics.jsonl has the movement of gates (`gate_movement_steps`).
+MOVEMENT = "movement/"
 # The entry of environment.json with the content of the run's data files.
 _DATA = "data"
 # Settings that do not change the result: where it is written, and what is reported during the run.
