@@ -227,6 +227,14 @@ def chosen(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
 
 
+def types_of_all() -> dict[str, Any]:
+    """Return the types of all settings by name: of every run, and of the methods and tasks that come with nalora."""
+    types = tasks.types_of_all_options()
+    for name in methods.names():
+        types |= methods.get(name).options({})
+    return types | _types()
+
+
 def _only(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in names}
 
