@@ -33,6 +33,7 @@ from nalora.runs.folder import RunFolder
 from nalora.runs.inputs import RunInputs, kind_of, prepare
 from nalora.runs.lock import FolderLock
 from nalora.runs.settings import Run, RunSettings
+from nalora.runs.targets import near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.runs.writable import refuse_unwritable
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
@@ -172,7 +173,8 @@ def _read_data(run: Run, found: DryRun) -> None:
     settings, split = run.settings, found.split
     assert split is not None
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
-    loaded = loading.load_skeleton(settings.model_spec(kind_of(task, settings.model_spec())))
+    with near_names(settings.model):
+        loaded = loading.load_skeleton(settings.model_spec(kind_of(task, settings.model_spec())))
     found.inputs = inputs = prepare(task, loaded, settings)
     found.steps = steps_of(settings, len(inputs.dataset))
     found.last_step = found.steps
