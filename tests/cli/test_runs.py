@@ -42,7 +42,9 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert code == 0, out
     assert "20 examples in 20 rows" in out
     assert "2 steps" in out
-    code, out, _ = run("evaluate", tmp_path / "run")
+    (next_command,) = re.findall(r"^Evaluate: nalora (.+)$", out, re.MULTILINE)
+    assert re.findall(r"^Chat: nalora chat (.+)$", out, re.MULTILINE) == [str(tmp_path / "run")]
+    code, out, _ = run(*shlex.split(next_command))
     assert code == 0, out
     for part in ("base", "adapted", "accuracy", "loss of the answers", "95 % interval", "reached the limit of tokens"):
         assert part in out
@@ -54,6 +56,15 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert [line for line in again.splitlines() if "accuracy" in line] == [
         line for line in out.splitlines() if "accuracy" in line
     ]
+
+
+def test_after_training_on_images_there_is_no_chat(run, recipe, tmp_path, monkeypatch):
+    assert run("train", recipe)[0] == 0
+    result = {"steps": 2, "seconds": 1.0, "train_loss": 1.0, "examples": 20}
+    monkeypatch.setattr(training, "train", lambda *_, **__: result)
+    code, out, _ = run("train", recipe)
+    assert code == 0
+    assert out.splitlines()[-1] == f"Evaluate: nalora evaluate {tmp_path / 'run'}"
 
 
 def numbers(printed):

@@ -61,6 +61,13 @@ def test_the_refusal_gives_both_values(begun, settings):
         go_on(begun, settings, rank=4)
 
 
+def test_commands_about_a_run_that_names_code_have_the_option_for_it(begun, settings):
+    assert begun.command("evaluate", "--limit", "5") == f"nalora evaluate {begun.path} --limit 5"
+    begun.settings.write_text(yaml.safe_dump(settings | {"method": "theirs.py"}))
+    assert begun.command("chat") == f"nalora chat {begun.path} --trust"
+    assert begun.resume_command() == f"nalora train {begun.path} --resume --trust"
+
+
 @pytest.mark.parametrize("other", [{"max_norm": 0.5}, {"apply_to": "update"}])
 def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other):
     settings |= {"method": "na-lora"}

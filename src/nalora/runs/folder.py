@@ -105,9 +105,13 @@ class RunFolder:
 
     def resume_command(self) -> str:
         """Return the command that continues the run with its own settings."""
-        options = yaml_reader.read(self.settings, "a run's settings", "give another output=")
-        trust = " --trust" if consequences(options, self.path) else ""
-        return f"nalora train {shlex.quote(str(self.path))} --resume{trust}"
+        return self.command("train", "--resume")
+
+    def command(self, name: str, *options: str) -> str:
+        """Return a command about the run, with --trust if its settings name code."""
+        settings = yaml_reader.read(self.settings, "a run's settings", "give another output=")
+        trust = ["--trust"] if consequences(settings, self.path) else []
+        return shlex.join(["nalora", name, str(self.path), *options, *trust])
 
     def mark(self) -> marker.Made:
         """Create the folder and its marker if they are missing; call `refuse` first."""
