@@ -39,9 +39,8 @@ lint: .venv/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Threads that wait asleep: on two cores that other work shares, a step takes 3 s instead of 20 s.
 demo: .venv/demo.stamp  ## LoRA and NA-LoRA side by side on a real model
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/nalora demo
+	$(BIN)/nalora demo
 
 # Hours on two cores. Started again, it continues with the mutants that were not tried yet: build/mutants.jsonl.
 mutants: .venv/dev.stamp  ## changes of the code that no test detects: docs/testing.md

@@ -15,7 +15,7 @@ from installed import CONTROLLED_EXPERTS
 from rich.console import Console
 
 import nalora
-from nalora.cli import demo
+from nalora.cli import demo, launching
 
 SMALL = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 
@@ -223,6 +223,24 @@ def test_an_8b_model_needs_seconds_and_no_weights(tmp_path):
     # 7 s and 0.6 GB on an idle machine, almost all of it importing; the weights would take 32 GB.
     assert time.monotonic() - before < 60
     assert int(done.stdout.split()[-1]) < 2 * 2**20  # KiB
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_chose_otherwise(run, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    show = "import os, sys; sys.exit('OMP_WAIT_POLICY' in os.environ)"
+    assert run("launch", "--", sys.executable, "-S", "-c", show)[0] == launching.NOT_ATTACHED, "not the program's"
+    run("tasks")
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    run("tasks")
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_command_line_is_imported_without_torch():
+    """Which reads OMP_WAIT_POLICY when it is imported."""
+    code = "import sys, nalora.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 _BEYOND_PEFT = """

@@ -89,3 +89,19 @@ def test_what_is_fused_and_in_fp8_is_printed(run, recipe):
     code, out, _ = run("train", recipe, "method=lora", "on=", "--dry-run")
     assert code == 0, out
     assert "LoRA layers" not in out
+
+
+def test_a_run_of_one_epoch_trains_once_on_the_data(run, recipe):
+    """20 rows in batches of 16: the second has four rows."""
+    code, out, _ = run("train", recipe, "steps=", "epochs=1", "batch_size=16", "--dry-run")
+    assert code == 0, out
+    assert "2 of 16 rows" in out
+    assert "each; 1 times the data" in out
+
+
+def test_stop_after_too_many_steps_is_a_problem_and_the_steps_are_those_of_the_run(run, recipe):
+    code, out, _ = run("train", recipe, "steps=", "epochs=2", "stop_after=50", "--dry-run")
+    assert code == 2
+    assert "10 of 4 rows " in out
+    assert "2 times the data" in out
+    assert "Problem: stop_after: 50: found a run of 10 steps" in out

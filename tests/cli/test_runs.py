@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -41,7 +42,9 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert code == 0, out
     assert "20 examples in 20 rows" in out
     assert "2 steps" in out
-    code, out, _ = run("evaluate", tmp_path / "run")
+    (next_command,) = re.findall(r"^Evaluate: nalora (.+)$", out, re.MULTILINE)
+    assert re.findall(r"^Chat: nalora chat (.+)$", out, re.MULTILINE) == [str(tmp_path / "run")]
+    code, out, _ = run(*shlex.split(next_command))
     assert code == 0, out
     for part in ("base", "adapted", "accuracy", "loss of the answers", "95 % interval", "reached the limit of tokens"):
         assert part in out
@@ -53,6 +56,15 @@ def test_train_then_evaluate(run, recipe, tmp_path):
     assert [line for line in again.splitlines() if "accuracy" in line] == [
         line for line in out.splitlines() if "accuracy" in line
     ]
+
+
+def test_after_training_on_images_there_is_no_chat(run, recipe, tmp_path, monkeypatch):
+    assert run("train", recipe)[0] == 0
+    result = {"steps": 2, "seconds": 1.0, "train_loss": 1.0, "examples": 20}
+    monkeypatch.setattr(training, "train", lambda *_, **__: result)
+    code, out, _ = run("train", recipe)
+    assert code == 0
+    assert out.splitlines()[-1] == f"Evaluate: nalora evaluate {tmp_path / 'run'}"
 
 
 def numbers(printed):
@@ -266,8 +278,43 @@ def test_a_stopped_run_is_continued_by_the_command_that_is_printed(run, recipe, 
     assert "add --trust" in run("train", "moved", "--resume")[2]
 
 
-def test_a_mistyped_model_is_answered_with_the_nearest_name(run, recipe, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "run.yaml", "model=smollm2-135"), ("train", "run.yaml", "model=smollm2-135", "--dry-run"),
+        ("suggest", "run.yaml", "steps=50", "model=smollm2-135"), ("data", "sums.jsonl", "--model", "smollm2-135"),
+        ("chat", "smollm2-135"), ("export", "smollm2-135", "--to", "merged", "--output", "exported"),
+        ("inspect", "smollm2-135"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_mistyped_model_is_answered_with_the_nearest_name(run, recipe, monkeypatch, command):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code, _, err = run("train", recipe, "model=smollm2-135")
+    monkeypatch.chdir(recipe.parent)
+    Path("sums.jsonl").write_text("".join(f'{{"question": "{n} + 1 =", "answer": {n + 1}}}\n' for n in range(40)))
+    code, out, err = run(*command)
     assert code == 2
-    assert "did you mean smollm2-135m?" in err
+    assert "did you mean smollm2-135m?" in out + err
+
+
+@pytest.mark.parametrize("command", ["train", "suggest"])
+def test_data_in_place_of_a_run_is_answered_with_the_command_that_trains_on_it(run, recipe, monkeypatch, command):
+    monkeypatch.chdir(recipe.parent)
+    Path("my sums.jsonl").write_text("".join(f'{{"question": "{n} + 1 =", "answer": {n + 1}}}\n' for n in range(40)))
+    code, _, err = run(command, "my sums.jsonl")
+    assert code == 2
+    assert "nalora: my sums.jsonl: found data; expected a run's YAML file, or the name of a recipe. Fix: run `" in err
+    assert "in place of train" in err
+    words = shlex.split(err.split("`")[1])
+    assert words == ["nalora", "train", "my-data", "task=my sums.jsonl"]
+    small = ("model=base", "steps=1", "batch_size=2", "device=cpu", "output=trained")
+    code, out, err = run(*words[1:], *small)
+    assert code == 0, out + err
+    assert "found no such file" in run(command, "none.csv")[2]
+    assert "task=hub:owner/name`" in run(command, "hub:owner/name")[2]
+
+
+def test_a_run_may_be_described_in_json(run, recipe, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    Path("run.json").write_text(json.dumps(yaml.safe_load(recipe.read_text())))
+    assert "Nothing was trained" in run("train", "run.json", "--dry-run")[1]

@@ -100,6 +100,26 @@ def test_the_command_that_it_prints_trains_the_run(run, file, here, tmp_path):
     assert short["losses"] == [row["loss"] for row in rows[2:12]]
 
 
+def test_the_command_writes_to_a_new_folder_if_that_of_the_run_is_used(run, file, here, tmp_path):
+    command = ["suggest", file, "output=runs/whole", "--steps", 12, "--rates", "1e-3,1e-2,2e-2", "--output", "rates"]
+    (tmp_path / "runs" / "whole").mkdir(parents=True)
+    assert run(*command)[0] == 0
+
+    def suggested():
+        return json.loads((tmp_path / "rates" / "suggestion.json").read_text())["commands"]
+
+    first = shlex.split(suggested()["train"])
+    assert "output=runs/whole" in first, "which is empty"
+    assert run(*first[1:])[0] == 0
+    assert run(*command)[0] == 0
+    second = shlex.split(suggested()["train"])
+    rate = first[-1].removeprefix("learning_rate=")
+    assert [word for word in second if word.startswith("output=")] == [f"output=runs/whole-lr{rate}"]
+    assert run(*second[1:])[0] == 0
+    assert run(*command)[0] == 0
+    assert shlex.split(suggested()["train"])[-1] == f"output=runs/whole-lr{rate}-2"
+
+
 def test_a_pick_at_the_end_of_the_grid_comes_with_the_command_that_extends_it(run, file, here, tmp_path):
     code, out, _ = run("suggest", file, "--steps", 12, "--rates", "1e-4,1e-3,1e-2", "--output", "rates")
     assert code == 0
@@ -170,6 +190,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(run, file, tmp_path)
     assert "7 short runs of 5 steps: 35 steps, 175 % of one full run" in out
     assert "Learning rates: 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016" in out
     assert "Folder: runs/mine-suggest" in out
+    assert "GPU hours: not estimated, because no step of" in out
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -180,6 +201,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing(run, file, tmp_path)
         (["stop_after=4"], "stop_after: 4: found a run that stops early itself"),
         (["--steps", "20"], "--steps 20: found a run of 20 steps; expected fewer steps"),
         (["steps=", "epochs=1", "--steps", "6"], "--steps 6: found a run of 5 steps; expected fewer steps"),
+        (["--rates", ""], "--rates: found ''; expected two or more different positive numbers"),
         (["--rates", "1e-3"], "--rates: found '1e-3'; expected two or more different positive numbers"),
         (["optimizer=sgd"], "optimizer: sgd: found no default learning rates"),
         (["target_modules=[nowhere]", "--steps", "2"], "nowhere"),

@@ -18,6 +18,21 @@ from nalora.cli import usage_errors
             " --measure, --trust, --help. Fix: did you mean --resume?",
         ),
         (
+            "train x --output runs/y",
+            "nalora train: found the unknown option --output; expected one of --resume, --take-over, --dry-run,"
+            " --measure, --trust, --help. Fix: write output=runs/y, without dashes, as it is a setting",
+        ),
+        ("train x --task=mine.jsonl", "Fix: write task=mine.jsonl, without dashes"),
+        ("train x --learning-rate 1e-3", "Fix: write learning_rate=1e-3, without dashes"),
+        ("train --gradient-checkpointing x", "Fix: write gradient_checkpointing=true, without dashes"),
+        ("train x --model", "Fix: write model=VALUE, without dashes"),
+        ("train x --rank --dry-run", "Fix: write rank=VALUE, without dashes"),
+        ("suggest x --blocks 4", "Fix: write blocks=4, without dashes"),
+        ("suggest x --test-share 0.2", "Fix: write test_share=0.2, without dashes"),
+        ("data x.jsonl --measure f1", "Fix: write measure=f1, without dashes"),
+        ("launch --apply-to update -- python x.py", "Fix: write apply_to=update, without dashes"),
+        ("evaluate x --learning-rate 1", "Fix: see `nalora evaluate --help`"),
+        (
             "chat x --colour green",
             "nalora chat: found the unknown option --colour; expected one of --model, --base, --system, --temperature,"
             " --top-p, --seed, --max-tokens, --style, --device, --trust, --help. Fix: see `nalora chat --help`",

@@ -6,6 +6,15 @@ import torch
 import transformers
 
 VOCABULARY = 32
+# Tuners whose defaults are made for larger layers, and (IA)³, which must be given its FFN layers.
+TUNER_SETTINGS = {
+    "c3a": {"block_size": 16},
+    "fourierft": {"n_frequency": 100},
+    "ia3": {"feedforward_modules": ["down_proj"], "target_modules": ["k_proj", "v_proj", "down_proj"]},
+    "road": {"group_size": 16},
+    "vblora": {"vector_length": 16, "num_vectors": 8},
+    "waveft": {"n_frequency": 100},
+}
 
 
 def llama(dtype: torch.dtype = torch.float32, layers: int = 2, **settings) -> transformers.LlamaForCausalLM:

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from methods.small import TUNER_SETTINGS
 from safetensors.torch import load_file
 
 from nalora.diagnostics import dynamics
@@ -21,16 +22,6 @@ from nalora.runs.settings import check
 from nalora.training.run import train
 
 pytestmark = pytest.mark.slow
-
-# Tuners whose defaults are made for larger layers, and (IA)³, which must be given its FFN layers.
-SETTINGS = {
-    "c3a": {"block_size": 16},
-    "fourierft": {"n_frequency": 100},
-    "ia3": {"feedforward_modules": ["down_proj"], "target_modules": ["k_proj", "v_proj", "down_proj"]},
-    "road": {"group_size": 16},
-    "vblora": {"vector_length": 16, "num_vectors": 8},
-    "waveft": {"n_frequency": 100},
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +36,7 @@ def test_a_whole_run(base, tmp_path, monkeypatch, tuner):
         "model": base, "task": "gym/chain_sum", "train_size": 24, "test_size": 4, "rank": 4, "steps": 4,
         "settings": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
         "batch_size": 4, "learning_rate": 1e-2, "device": "cpu", "save_every": 2, "snapshot_every": 2,
-        "method": f"peft/{tuner}", **SETTINGS.get(tuner, {}),
+        "method": f"peft/{tuner}", **TUNER_SETTINGS.get(tuner, {}),
     }  # fmt: skip
     whole, halves = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "halves")
     for folder in (whole, halves):

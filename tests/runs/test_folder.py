@@ -61,6 +61,13 @@ def test_the_refusal_gives_both_values(begun, settings):
         go_on(begun, settings, rank=4)
 
 
+def test_commands_about_a_run_that_names_code_have_the_option_for_it(begun, settings):
+    assert begun.command("evaluate", "--limit", "5") == f"nalora evaluate {begun.path} --limit 5"
+    begun.settings.write_text(yaml.safe_dump(settings | {"method": "theirs.py"}))
+    assert begun.command("chat") == f"nalora chat {begun.path} --trust"
+    assert begun.resume_command() == f"nalora train {begun.path} --resume --trust"
+
+
 @pytest.mark.parametrize("other", [{"max_norm": 0.5}, {"apply_to": "update"}])
 def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other):
     settings |= {"method": "na-lora"}
@@ -75,6 +82,20 @@ def test_a_setting_that_did_not_exist_yet_had_its_default(begun, settings, other
 def test_a_finished_run_keeps_its_settings(begun, settings):
     begun.finish({"steps": 6})
     assert go_on(begun, settings, save_every=50)["save_every"] == 0
+
+
+@pytest.mark.parametrize("change", [{"stop_after": None}, {"stop_after": 5}, {"rank": 4}])
+def test_a_finished_run_is_not_continued_with_other_settings(settings, change):
+    settings["stop_after"] = 3
+    folder = RunFolder(settings["output"])
+    folder.open(check(settings).to_dict(), resume=False)
+    with pytest.raises(NALoRAError, match="found a run started with other") as unfinished:
+        go_on(folder, settings, **change)
+    assert unfinished.value.fix.startswith(f"`nalora train {folder.path} --resume` continues it with those")
+    folder.finish({"steps": 3, "stopped_early": True, "planned_steps": 6})
+    with pytest.raises(NALoRAError, match="found a finished run started with other") as finished:
+        go_on(folder, settings, **change)
+    assert finished.value.fix == "leave --resume out and give another output="
 
 
 def test_a_stopped_run_resumes_with_smaller_passes_and_new_intervals(settings, tmp_path, monkeypatch):

@@ -173,6 +173,10 @@ def test_names_of_nothing_are_answered_with_what_is_there(place, adapter, tmp_pa
     for name, answer in {"lora": "did you mean runs/lora?", "smollm2-135": "did you mean smollm2-135m?"}.items():
         with pytest.raises(nalora.NALoRAError, match=answer.replace("?", r"\? Otherwise check")):
             targets.load(resolve(name))
+    with pytest.raises(
+        nalora.NALoRAError, match=r"did you mean laptop, a recipe that `nalora train laptop` trains\? O"
+    ):
+        targets.load(resolve("laptp"))
     for step in (9, 10):
         shutil.copytree(adapter, tmp_path / "out" / f"checkpoint-{step}")
     with pytest.raises(nalora.NALoRAError, match="such as .*checkpoint-10"):

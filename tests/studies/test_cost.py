@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from nalora import methods
+from nalora import methods, tasks
 from nalora.cli import app
+from nalora.runs.settings import check
 from nalora.studies.cost import estimate, hours_text
 from nalora.studies.schedule import Schedule
 from nalora.studies.store import TEST, VALIDATION, Result
 from nalora.studies.study import parse, read
+from nalora.studies.suggest import ShortRuns, short_runs
 
 ROOT = Path(__file__).parents[2]
 ESTIMATED = ["table-1", "ranks", "ablation", "target-modules", "t5-glue", "clip", "diagnostics", "gradient-or-update"]
@@ -72,6 +75,13 @@ def test_tokens_count_for_large_models_and_launches_for_small_ones():
     assert graph.gpu_hours(4) == graph.hours
 
 
+def test_short_runs_of_a_suggestion():
+    run = check({"model": "smollm2-135m", "task": "gym/chain_sum", "steps": 200, "batch_size": 32})
+    cost = estimate(ShortRuns(short_runs(run, (1e-3, 2e-3, 4e-3), 30), "store"), {})
+    measured = methods.measured_steps()["smollm2-135m shapes, 32x320"]
+    assert cost.hours * 3600 == pytest.approx(3 * (30 * measured["ms"]["lora"] / 1000 + measured["start_s"]["lora"]))
+
+
 def test_runs_that_are_done_are_not_left():
     schedule = schedule_of(arms={"lora": {"method": "lora"}})
     (cell,) = schedule.cells
@@ -92,6 +102,29 @@ def test_what_was_not_measured_gets_no_number(changes, message):
     text = estimate(schedule_of(settings=changes), {}).sentence()
     assert message in text
     assert not re.search(r"About \d", text)
+
+
+def test_examples_of_a_data_file_are_counted_once(tmp_path, monkeypatch):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(f'{{"question": "{n} + 1 =", "answer": {n + 1}}}\n' for n in range(100)))
+    read = []
+    monkeypatch.setattr(
+        "nalora.tasks.get", lambda *names, get=tasks.get, **options: read.append(1) or get(*names, **options)
+    )
+    own = {"model": "smollm2-135m", "task": str(file), "train_limit": None, "test_share": 0.2, "batch_size": 8}
+    changes = {"validation_size": 10, "arms": {"lora": {"method": "lora"}, "rslora": {"method": "rslora"}}}
+    counted = estimate(schedule_of(settings={**own, "epochs": 2}, **changes), {})
+    assert len(read) == 1
+    examples = len(tasks.get(str(file), test_share=0.2).validation_split(10)[0])
+    assert 60 < examples < 80
+    steps = math.ceil(2 * examples / 8)
+    assert counted.hours == estimate(schedule_of(settings={**own, "steps": steps}, **changes), {}).hours
+    limited = estimate(schedule_of(settings={**own, "epochs": 2, "train_limit": 500}, **changes), {})
+    assert limited.hours == counted.hours
+    few = estimate(schedule_of(settings={**own, "epochs": 2, "train_limit": 8}, **changes), {})
+    assert few.hours == estimate(schedule_of(settings={**own, "steps": 2}, **changes), {}).hours
+    file.write_text("no rows")
+    assert "examples of sums.jsonl is not known" in estimate(schedule_of(settings=own, **changes), {}).sentence()
 
 
 def test_assumptions_are_named():

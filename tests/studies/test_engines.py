@@ -99,11 +99,54 @@ def test_a_worker_sees_its_gpu_alone(job, two_gpus, monkeypatch):
     assert log_of(job).with_suffix(".gpu").read_text() == "2"
 
 
+def write_threads(job):
+    log_of(job).with_suffix(".threads").write_text(f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}")
+
+
+def test_workers_without_gpus_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(engines, "_cores", lambda: 7)
+    first, second = Schedule(dummies.study(), str(tmp_path)).open_jobs({}, {})[:2]
+    engine = LocalEngine(2, do=write_threads)
+    try:
+        engine.submit(first)
+        engine.submit(second)
+        ended = []
+        while len(ended) < 2:
+            ended += engine.wait(60)
+    finally:
+        engine.close()
+    assert [log_of(job).with_suffix(".threads").read_text() for job in (first, second)] == ["3 3", "3 3"]
+
+
+@pytest.mark.parametrize(
+    ("count", "variable", "expected"),
+    [(2, None, 3), (4, None, 1), (9, None, 1), (1, None, None), (2, "5", None), (2, "", 3)],
+)
+def test_the_number_of_threads_of_a_worker(workers, monkeypatch, count, variable, expected):
+    monkeypatch.setattr(engines, "_cores", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    LocalEngine(count).submit(SimpleNamespace(key="a"))
+    assert workers[0].threads == expected
+
+
+def test_workers_on_gpus_keep_their_threads(two_gpus, workers, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    LocalEngine().submit(SimpleNamespace(key="a"))
+    assert workers[0].threads is None
+
+
+def test_the_cores_are_those_that_the_process_may_use():
+    assert engines._cores() == len(os.sched_getaffinity(0))
+
+
 class Obedient:
     """A worker without a process, whose replies the test sends."""
 
-    def __init__(self, gpu, do):
-        self.gpu, self.job, self.stopped = gpu, None, False
+    def __init__(self, gpu, threads, do):
+        self.gpu, self.threads, self.job, self.stopped = gpu, threads, None, False
         self.process = SimpleNamespace(is_alive=lambda: True)
         self.pipe, self.theirs = multiprocessing.Pipe()
 
@@ -116,7 +159,7 @@ def workers(monkeypatch):
     """All workers, as they were started."""
     started = []
     monkeypatch.setattr(
-        "nalora.studies.engines._Worker", lambda gpu, do: started.append(Obedient(gpu, do)) or started[-1]
+        "nalora.studies.engines._Worker", lambda *arguments: started.append(Obedient(*arguments)) or started[-1]
     )
     return started
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -228,3 +230,10 @@ def test_a_short_run_that_diverges_is_a_result(small, tmp_path):
     assert (fine.diverged, diverged.loss) == (None, None)
     assert diverged.diverged is not None
     assert suggest.suggest([fine, diverged], known(), 6).rate == 1e-3
+
+
+def test_a_worker_starts_without_peft():
+    """Which imports bitsandbytes, whose warnings would be printed before the worker's output goes to its log."""
+    code = "import sys, nalora.studies.suggest; print({'peft', 'bitsandbytes'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

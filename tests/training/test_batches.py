@@ -9,7 +9,8 @@ from torch.utils.data import BatchSampler
 
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.runs.encoding import Collator
-from nalora.training.batches import FilledBatches
+from nalora.runs.settings import RunSettings
+from nalora.training.batches import FilledBatches, passes_over, split_batch
 
 
 @pytest.mark.parametrize("examples", range(1, 26))
@@ -42,3 +43,14 @@ def test_packed_rows_leave_blanks_out():
     batch = Collator(pad_token_id=9)([row, None])
     assert batch["input_ids"].tolist() == [[5, 6]]
     assert torch.equal(batch["position_ids"], torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "expected"),
+    [(21, 3, 1), (21, 6, 2), (21, 1, 8 / 21), (21, 5, 1 + 16 / 21), (24, 3, 1), (3, 1, 1), (3, 5, 5)],
+)
+def test_the_last_batch_of_a_pass_has_the_rows_that_are_left(rows, steps, expected):
+    settings = RunSettings("model", "task", batch_size=8, micro_batch_size=4)
+    assert passes_over(settings, rows, steps) == pytest.approx(expected)
+    if float(expected).is_integer():
+        assert split_batch(settings).steps(rows, expected) == steps

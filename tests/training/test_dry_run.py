@@ -6,11 +6,21 @@ import json
 
 import pytest
 import tiny
+import torch
+from methods.small import TUNER_SETTINGS
 
+from nalora import methods
+from nalora.methods.peft_tuners import tuners
+from nalora.models import loading
 from nalora.runs.folder import RunFolder
+from nalora.runs.inputs import prepare
 from nalora.runs.settings import check
+from nalora.training.batches import make_start
 from nalora.training.dry_run import examine, measure
 from nalora.training.run import train
+
+# Starts from weights or gradients, so the count is LoRA's; that of these differs.
+OF_ANOTHER_SIZE = {"gora", "peft/adamss", "peft/frod", "peft/shira"}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +75,33 @@ def test_what_is_predicted_is_what_happens(settings, tmp_path, options):
         if file.name in ("optimizer.pt", "adapter_model.safetensors", "model.safetensors")
     )
     assert found.disk["checkpoints"] / 3 == pytest.approx(per_checkpoint, rel=0.4)
+
+
+@pytest.mark.parametrize("name", [*methods.names(), *(f"peft/{tuner}" for tuner in sorted(tuners()))])
+def test_trained_parameters_are_those_of_the_prepared_model(settings, tmp_path, name):
+    options = TUNER_SETTINGS.get(name.removeprefix("peft/"), {}) if name.startswith("peft/") else {}
+    options |= {"lora-scaled": {"gate_scale": 0.5}, "block-lora": {"blocks": 4}}.get(name, {})
+    run = check({**settings, "method": name, **options})
+    found = examine(run)
+    assert found.problems == []
+    loaded = loading.load(run.settings.model_spec())
+    inputs = prepare(found.inputs.task, loaded, run.settings)
+    start = make_start(
+        run.settings, inputs.dataset, inputs.collator, torch.device("cpu"), tmp_path, lambda *progress: None
+    )
+    model = run.method.prepare(inputs.model.train(), inputs.adapter, start)
+    if name in OF_ANOTHER_SIZE:
+        assert found.as_lora
+        assert found.trainable == examine(check({**settings, "method": "lora"})).trainable
+        return
+    assert found.trainable == run.method.trainable_parameters(model)
+    if not found.as_lora:
+        assert found.memory.trained == sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_what_a_method_refuses_is_a_problem(settings):
+    found = examine(check({**settings, "method": "block-lora", "blocks": 3, "rank": 6}))
+    assert ["layers whose two sizes blocks divides" in problem for problem in found.problems] == [True]
 
 
 def test_problems_are_collected(settings, tmp_path):

@@ -107,7 +107,10 @@ def test_a_run_that_turns_out_to_be_shorter_is_refused_and_leaves_no_folder(sett
     del settings["steps"]
     run = check({**settings, "stop_after": 6})
     expected = "stop_after: 6: found a run of 6 steps; expected fewer steps"
-    assert any(expected in problem for problem in examine(run).problems)
+    found = examine(run)
+    assert any(expected in problem for problem in found.problems)
+    assert (found.steps, found.last_step) == (6, 6)
+    assert found.memory is not None
     with pytest.raises(nalora.NALoRAError, match=expected):
         train(run)
     assert not (tmp_path / "run").exists()

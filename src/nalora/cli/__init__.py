@@ -74,11 +74,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    # Read when torch is imported, here and in child processes. By default waiting threads spin: on two cores that other
+    # work shares, a training step takes 20 s instead of 3 s. The environment of another program is not changed.
+    if context.invoked_subcommand != "launch":
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 for command in (

@@ -101,9 +101,11 @@ def _encoder(task: OwnData, model: str, style: str) -> Encoder:
     from nalora.models.loading import ModelSpec, load_processor
     from nalora.runs.encoding import Encoder
     from nalora.runs.inputs import kind_of
+    from nalora.runs.targets import near_names
 
     spec = ModelSpec(model)
-    return Encoder(load_processor(spec), kind_of(task, spec), style)
+    with near_names(model):
+        return Encoder(load_processor(spec), kind_of(task, spec), style)
 
 
 def _left_out_table(reasons: Iterable[LeftOut]) -> Any:

@@ -47,7 +47,7 @@ def preview(screen: Console, run: Run, *, resume: bool, measured: bool) -> None:
 
 def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[str, str, str]]:
     """Yield (what, expected value, basis) for everything that is known."""
-    from nalora.training.batches import few_passes
+    from nalora.training.batches import few_passes, passes_over
 
     settings, inputs, split, memory = run.settings, found.inputs, found.split, found.memory
     yield "run", f"{run.method.title} of {settings.model} on {settings.task}", f"into {settings.output}"
@@ -59,7 +59,7 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
         basis = "" if len(lengths) == len(inputs.dataset) else f"of the first {len(lengths):,} rows"
         yield "", f"{sum(lengths) / len(lengths):.0f} tokens per row on average, at most {max(lengths):,}", basis
     passes = f"{split.accumulated:,} pass{'' if split.accumulated == 1 else 'es'} of {split.micro}"
-    epochs = found.last_step * settings.batch_size / len(inputs.dataset)
+    epochs = passes_over(settings, len(inputs.dataset), found.last_step)
     stops = f", stops after {found.last_step:,}" if found.last_step < found.steps else ""
     yield (
         "steps",

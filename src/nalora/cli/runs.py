@@ -74,11 +74,11 @@ def train(
     from nalora.training.run import Interrupted
     from nalora.training.run import train as train_run
 
-    screen = console()
+    screen, folder = console(), RunFolder(described.settings.output or "runs/run")
     try:
         result = train_run(described, resume=resume, take_over=take_over, console=screen)
     except Interrupted as stopped:
-        resumed = RunFolder(described.settings.output or "runs/run").resume_command()
+        resumed = folder.resume_command()
         screen.print(f"{stopped}; continue with: {resumed}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     if not is_first_process():
@@ -87,7 +87,10 @@ def train(
     shown = "not finite" if loss is None else f"{loss:.4f}"
     share = f" of {result['planned_steps']:,} (stop_after)" if result.get("stopped_early") else ""
     screen.print(f"{counted(steps, 'step')}{share} in {seconds:.0f} s, training loss {shown}", highlight=False)
-    screen.print(f"Run folder: {described.settings.output}", highlight=False)
+    screen.print(f"Run folder: {folder.path}", highlight=False, markup=False, soft_wrap=True)
+    screen.print(f"Evaluate: {folder.command('evaluate')}", highlight=False, markup=False, soft_wrap=True)
+    if "target_tokens" in result:  # of texts
+        screen.print(f"Chat: {folder.command('chat')}", highlight=False, markup=False, soft_wrap=True)
 
 
 def evaluate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from nalora.cli.screen import INTERRUPTED, console, hush_libraries, table
 from nalora.cli.studying import MISSING, FinishedRuns
+from nalora.cli.suggested_commands import Commands
 from nalora.errors import NALoRAError, counted
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def suggest(
     from nalora.runs.conversion import key_values
     from nalora.runs.settings import read
     from nalora.studies import suggest as suggesting
+    from nalora.training.batches import passes_over
 
     typed = settings or []
     if "learning_rate" in key_values(typed):
@@ -73,7 +74,7 @@ def suggest(
             fix="leave it out, or give --rates",
         )
     described, screen = read(run, typed), console()
-    grid = suggesting.rates_of(rates) if rates else suggesting.default_rates(described)
+    grid = suggesting.default_rates(described) if rates is None else suggesting.rates_of(rates)
     folder = output or Path(f"{described.settings.output}-suggest")
     study = suggesting.short_runs(described, grid, steps)
     suggesting.refuse_foreign(folder)
@@ -83,7 +84,7 @@ def suggest(
     whole, rows, problems = _examined(screen, described, folder)
     if whole:
         suggesting.refuse_longer(steps, whole)
-        _print_plan(screen, described, study, folder, steps, whole)
+        _print_plan(screen, described, study, folder, steps, whole, with_cost=dry_run)
     for problem in problems:
         screen.print(Text(f"Problem: {problem}"), soft_wrap=True)
     if problems:
@@ -98,37 +99,10 @@ def suggest(
     if progress.missing:
         screen.print("No suggestion: fix the cause and start the same command again.", highlight=False)
         raise typer.Exit(MISSING)
-    commands = _Commands(run, typed, output, steps, workers, per_gpu)
-    passes = steps * described.settings.batch_size / rows
+    assert described.settings.output is not None  # which `read` has set
+    commands = Commands(run, typed, described.settings.output, output, steps, workers, per_gpu)
+    passes = passes_over(described.settings, rows, steps)
     _conclude(screen, suggesting.logged(progress.schedule, steps), folder, whole, passes, commands)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Commands:
-    """The commands to type next, with the arguments of this one."""
-
-    run: Path
-    settings: Sequence[str]
-    output: Path | None
-    steps: int
-    workers: int | None
-    per_gpu: int
-
-    def train(self, rate: float) -> str:
-        """Return the command that trains the run with this rate."""
-        from nalora.studies.suggest import as_typed
-
-        return shlex.join(["nalora", "train", str(self.run), *self.settings, f"learning_rate={as_typed(rate)}"])
-
-    def suggest(self, rates: Sequence[float]) -> str:
-        """Return this command with other rates."""
-        from nalora.studies.suggest import as_typed
-
-        options = ["--rates", ",".join(map(as_typed, rates)), "--steps", str(self.steps)]
-        options += ["--output", str(self.output)] if self.output else []
-        options += ["--workers", str(self.workers)] if self.workers else []
-        options += ["--per-gpu", str(self.per_gpu)] if self.per_gpu > 1 else []
-        return shlex.join(["nalora", "suggest", str(self.run), *self.settings, *options])
 
 
 def _examined(screen: Console, described: Run, folder: Path) -> tuple[int, int, list[str]]:
@@ -143,8 +117,11 @@ def _examined(screen: Console, described: Run, folder: Path) -> tuple[int, int, 
     return found.steps, len(found.inputs.dataset) if found.inputs else 0, found.problems
 
 
-def _print_plan(screen: Console, described: Run, study: Study, folder: Path, steps: int, whole: int) -> None:
+def _print_plan(
+    screen: Console, described: Run, study: Study, folder: Path, steps: int, whole: int, *, with_cost: bool
+) -> None:
     from nalora.studies.conduct import so_far
+    from nalora.studies.cost import estimate
     from nalora.studies.suggest import ShortRuns, store_of
 
     settings, rates = described.settings, study.arms[0].learning_rates
@@ -158,6 +135,8 @@ def _print_plan(screen: Console, described: Run, study: Study, folder: Path, ste
         f"Learning rates: {', '.join(f'{rate:g}' for rate in rates)}",
         f"Folder: {folder}",
     ]
+    if with_cost:
+        lines.append(estimate(progress.schedule, progress.results).sentence())
     for line in lines:
         screen.print(Text(line), soft_wrap=True)
 
@@ -207,7 +186,7 @@ def _table(shorts: Sequence[Short], steps: int, pick: float | None = None) -> An
 
 
 def _conclude(
-    screen: Console, shorts: Sequence[Short], folder: Path, whole: int, passes: float, commands: _Commands
+    screen: Console, shorts: Sequence[Short], folder: Path, whole: int, passes: float, commands: Commands
 ) -> None:
     """Print and write the table, the suggestion with its evidence, the figure, and the commands to type next."""
     from nalora.studies import rate_evidence
@@ -235,7 +214,7 @@ def _conclude(
 
 
 def _sentences(
-    suggestion: Suggestion, commands: _Commands, rates: Sequence[float], passes: float
+    suggestion: Suggestion, commands: Commands, rates: Sequence[float], passes: float
 ) -> tuple[list[str], dict[str, str]]:
     """Return what to print about a suggestion, and the commands in it by their purpose."""
     from nalora.studies import rate_evidence
@@ -258,7 +237,7 @@ def _sentences(
             f"  {typed['extend']}",
         ]
     if suggestion.next is not None:
-        typed["try next"] = commands.train(suggestion.next)
+        typed["try next"] = commands.train(suggestion.next, another=True)
         lines.append(f"If you can afford another run, try {suggestion.next:g} as well (evidence below).")
     rule = evidence.rule
     lines += ["", f"How far to trust this rule, the lowest training loss after {rule.steps} steps:"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
 import types
 import typing
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import typer
@@ -18,6 +20,8 @@ from nalora.runs.conversion import described_type
 # typer.TyperException since 0.27. The classes below it are compared by name, for the same reason.
 UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__base__ is Exception)
 
+# A name by which `nalora.tasks` recognises data; no file is opened.
+_ANY_DATA = "a.jsonl"
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -43,8 +47,7 @@ def _refusal(error: Any, where: str, command: Any, message: str) -> NALoRAError:
     see = f"see `{where} --help`"
     kind, parameter = type(error).__name__, getattr(error, "param", None)
     if kind == "NoSuchOption":
-        names = [*(name for option in command.params for name in _names(option)), "--help"]
-        return unknown_name(where, f"the unknown option {shortened(error.option_name)}", error.option_name, names, see)
+        return _no_such_option(where, command, error.option_name, see)
     if kind == "MissingParameter" and parameter is not None:
         return _missing(where, command, parameter)
     if kind == "BadOptionUsage":
@@ -58,6 +61,39 @@ def _refusal(error: Any, where: str, command: Any, message: str) -> NALoRAError:
     if message.startswith("Got unexpected extra argument"):
         return _too_many(where, command, message.rpartition(" (")[2].removesuffix(")"))
     return NALoRAError(where, found=message.rstrip("."), expected="options and arguments of the command", fix=see)
+
+
+def _no_such_option(where: str, command: Any, option: str, see: str) -> NALoRAError:
+    """Return the error for an unknown option; one that is a setting with dashes is answered with ``name=value``."""
+    names = [*(name for known in command.params for name in _names(known)), "--help"]
+    found = f"the unknown option {shortened(option)}"
+    setting = option.removeprefix("--").replace("-", "_")
+    types_of_settings = _settings(where.removeprefix("nalora "))
+    if setting not in types_of_settings:
+        return unknown_name(where, found, option, names, see)
+    _, value = _typed([option]) or (option, "")
+    if bool in (kind := types_of_settings[setting], *typing.get_args(kind)) and value not in ("true", "false"):
+        value = "true"  # typed as a flag
+    word = f"{setting}={'VALUE' if not value or value.startswith('-') else value}"
+    fix = f"write {shlex.quote(word)}, without dashes, as it is a setting"
+    return NALoRAError(where, found=found, expected=f"one of {', '.join(names)}", fix=fix)
+
+
+def _settings(command: str) -> Mapping[str, Any]:
+    """Return what a command takes as KEY=VALUE, with its type; nothing for most commands."""
+    if command in ("train", "suggest"):
+        from nalora.runs.settings import types_of_all
+
+        return types_of_all()
+    if command == "data":
+        from nalora import tasks
+
+        return tasks.option_types(_ANY_DATA)
+    if command == "launch":
+        from nalora.config import Kernels, types_in_files
+
+        return {"kernels": Kernels, **types_in_files()}
+    return {}
 
 
 def _missing(where: str, command: Any, parameter: Any) -> NALoRAError:
@@ -81,7 +117,7 @@ def _wrong_usage(where: str, command: Any, option: Any, name: str) -> NALoRAErro
 
 def _wrong_value(where: str, command: Any, option: Any, message: str) -> NALoRAError:
     expected = _expected(command, option)
-    name, value = _typed(option) or (_shown(option), "")
+    name, value = _typed(_names(option), option.nargs) or (_shown(option), "")
     choices = typing.get_args(_hint(command, option)[0])
     fix = did_you_mean(value, map(str, choices), f"give such a value; `{where} --help` describes {name}")
     return NALoRAError(where, found=f"{name} {shortened(value)}" if value else message, expected=expected, fix=fix)
@@ -105,13 +141,13 @@ def _shown(parameter: Any) -> str:
     return str(parameter.metavar or parameter.name.upper())
 
 
-def _typed(option: Any) -> tuple[str, str] | None:
+def _typed(names: Collection[str], count: int = 1) -> tuple[str, str] | None:
     """Return the option and its last value as the user typed them: Typer's messages omit the value since 0.29."""
     words = sys.argv[1:]
     for place in range(len(words) - 1, -1, -1):
         name, equals, value = words[place].partition("=")
-        if name in _names(option):
-            return name, value if equals else " ".join(words[place + 1 : place + 1 + option.nargs])
+        if name in names:
+            return name, value if equals else " ".join(words[place + 1 : place + 1 + count])
     return None
 
 

@@ -17,12 +17,12 @@ from torch import nn
 from nalora.config import NALoRAConfig
 from nalora.control.blocks import find_blocks
 from nalora.control.plan import Plan, make_plan
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, did_you_mean
 from nalora.files import expanded
 from nalora.models import hub
 from nalora.models.compatibility import check_generates_text, refuse_kernel
 from nalora.models.gguf_cache import gguf_config
-from nalora.models.loading import gguf_file
+from nalora.models.loading import NAMED, gguf_file
 from nalora.models.peft_names import CONTROLLED
 from nalora.models.target_modules import first_sentence, linear_names, peft_error, resolve_targets
 
@@ -201,7 +201,7 @@ def _no_model(model: str, found: str, fix: str = _CHECK) -> NALoRAError:
         model,
         found=found,
         expected="the folder of a transformers model, its config.json, a GGUF file, a PEFT adapter folder, or a hub id",
-        fix=fix,
+        fix=did_you_mean(model, NAMED, fix) if fix == _CHECK else fix,
     )
 
 

@@ -129,7 +129,8 @@ def _export_model(
         raise NALoRAError(target.name, found="a CLIP", expected="a language model", fix="export --to peft")
     config = loading.read_config(target.trained_spec)
     if config is None:
-        loading.load_skeleton(target.trained_spec)  # raises the reason
+        with targets.near_names(target.name):
+            loading.load_skeleton(target.trained_spec)  # raises the reason
     own = getattr(config, "dtype", None) or torch.float32
     method = _stored_quantisation(target, config)
     if form == "gguf":

@@ -35,6 +35,8 @@ from nalora.runs.trust import consequences
 
 # The ending of the folder with evaluations on the examples that were held out of the training set.
 HELD_OUT = "-validation"
+# The beginning of the names under which metrics.jsonl has the movement of gates (`gate_movement_steps`).
+MOVEMENT = "movement/"
 # The entry of environment.json with the content of the run's data files.
 _DATA = "data"
 # Settings that do not change the result: where it is written, and what is reported during the run.
@@ -87,6 +89,8 @@ class RunFolder:
         if resume and (changed := self._changed(settings, data_record.equal_in_content(before, now))):
             found = f"a run started with other settings: {'; '.join(changed)}"
             fix = f"`{self.resume_command()}` continues it with those; or give another output="
+            if self.result.is_file():  # as a run that stop_after ended
+                found, fix = f"a finished {found[2:]}", "leave --resume out and give another output="
             return found, "the settings it was started with", fix
         if resume:
             return None
@@ -101,9 +105,13 @@ class RunFolder:
 
     def resume_command(self) -> str:
         """Return the command that continues the run with its own settings."""
-        options = yaml_reader.read(self.settings, "a run's settings", "give another output=")
-        trust = " --trust" if consequences(options, self.path) else ""
-        return f"nalora train {shlex.quote(str(self.path))} --resume{trust}"
+        return self.command("train", "--resume")
+
+    def command(self, name: str, *options: str) -> str:
+        """Return a command about the run, with --trust if its settings name code."""
+        settings = yaml_reader.read(self.settings, "a run's settings", "give another output=")
+        trust = ["--trust"] if consequences(settings, self.path) else []
+        return shlex.join(["nalora", name, str(self.path), *options, *trust])
 
     def mark(self) -> marker.Made:
         """Create the folder and its marker if they are missing; call `refuse` first."""

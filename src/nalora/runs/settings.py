@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import shlex
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,11 @@ from nalora.models.loading import Kind, ModelSpec
 from nalora.runs import old_names, packaged
 from nalora.runs.conversion import Removed, converted, key_values, takes_mapping, without_removed
 from nalora.runs.values import limit_problems
+from nalora.tasks import data_files
 
 # A null judge is allowed: the run can be trained now, and evaluated where there is a judge.
 _JUDGE = "judge_model"
+_OWN_DATA = "my-data"  # the recipe for data of one's own
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     """
     recipes = packaged.recipes()
     path = packaged.find(file, recipes)
+    _refuse_data(path)
     fix = did_you_mean(str(file), recipes, "check the path, or give a recipe's name: see `nalora recipes`")
     options = old_names.renamed(yaml_reader.read(path, "a run's YAML file", fix))
     if "arms" in options:
@@ -137,6 +141,19 @@ def read(file: str | Path, overrides: Sequence[str] = ()) -> Run:
     if options.get("output") is None:
         options["output"] = str(Path("runs") / path.stem)
     return replace(_checked(options, changes, str(path)), notices=notices)
+
+
+def _refuse_data(path: Path) -> None:
+    """Raise NALoRAError for a data file in place of a run's file; a .json file may be either."""
+    name, is_hub = str(path), str(path).startswith(data_files.HUB)
+    if not (is_hub or name.lower().endswith(data_files.SUFFIXES)) or path.suffix.lower() == ".json":
+        return
+    raise NALoRAError(
+        name,
+        found="data" if is_hub or packaged.is_file(path) else "no such file",
+        expected="a run's YAML file, or the name of a recipe",
+        fix=f"run `{shlex.join(['nalora', 'train', _OWN_DATA, f'task={name}'])}`, or suggest in place of train",
+    )
 
 
 def _checked(options: Mapping[Any, Any], changes: Mapping[str, Any], where: str) -> Run:
@@ -225,6 +242,14 @@ def chosen(settings: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(NALoRAError, TypeError):  # a method or setting of another version
             defaults |= methods.get(names[0]).build(**hosted).defaults()
     return {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
+
+
+def types_of_all() -> dict[str, Any]:
+    """Return the types of all settings by name: of every run, and of the methods and tasks that come with nalora."""
+    types = tasks.types_of_all_options()
+    for name in methods.names():
+        types |= methods.get(name).options({})
+    return types | _types()
 
 
 def _only(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:

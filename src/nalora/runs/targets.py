@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from nalora.files import expanded
 from nalora.models import hub, loading
 from nalora.models.adapters import adapter_config, is_adapter, with_adapter
 from nalora.models.loading import Kind, Loaded, ModelSpec
-from nalora.runs import checkpoints
+from nalora.runs import checkpoints, packaged
 from nalora.runs.folder import RunFolder
 from nalora.runs.saved_run import FinishedRun, finished_run, read_run
 from nalora.runs.writable import folder_name
@@ -122,13 +123,11 @@ def load(
     Raises:
         NALoRAError: a model that cannot be loaded, or an adapter that is damaged or does not fit the base.
     """
-    try:
+    with near_names(target.name) if target.sort == "model" else contextlib.nullcontext():
         kind = kind or loading.model_kind(target.spec)
         spec, trained_spec = (replace(spec, kind=kind) for spec in (target.spec, target.trained_spec))
         saved = load_processor(target, kind) if target.trained else None
         model = prepare(loading.load(trained_spec, processor=saved))
-    except NALoRAError as error:
-        raise (with_near_names(target.name, error) if target.sort == "model" else error) from error
     if target.trained is None:
         return Models(model, None)
     if target.adapter is None:
@@ -221,12 +220,27 @@ def _order(folder: Path) -> tuple[int, str]:
     return checkpoints.step_in(folder.name) or 0, folder.name
 
 
-def with_near_names(name: str, error: NALoRAError) -> NALoRAError:
-    """Return the error about a model that is neither here nor on the hub, with a name that the user may have meant."""
-    if loading.is_path(name) or name in loading.NAMED:
-        return error
-    runs = [str(folder) for folder in (*_targets_in(_RUNS), *_targets_in(Path()))]
-    same = next((run for run in runs if Path(run).name == name), None)
-    near = f"did you mean {same}?" if same else did_you_mean(name, [*loading.NAMED, *runs], "")
-    fix = f"{near} Otherwise {error.fix}" if near else error.fix
-    return NALoRAError(error.where, found=error.found, expected=error.expected, fix=fix)
+@contextlib.contextmanager
+def near_names(name: str) -> Iterator[None]:
+    """Add a name that the user may have meant to the error about a model that is neither here nor on the hub."""
+    try:
+        yield
+    except NALoRAError as error:
+        if error.where != f"model {name!r}" or loading.is_path(name) or name in loading.NAMED:
+            raise
+        if not (near := _near(name)):
+            raise
+        fix = f"{near} Otherwise {error.fix}"
+        raise NALoRAError(error.where, found=error.found, expected=error.expected, fix=fix) from error
+
+
+def _near(name: str) -> str:
+    """Return a question for the nearest run, adapter, model or recipe; empty if none is similar."""
+    folders = [str(folder) for folder in (*_targets_in(_RUNS), *_targets_in(Path()))]
+    if same := next((folder for folder in folders if Path(folder).name == name), None):
+        return f"did you mean {same}?"
+    recipes = packaged.recipes()
+    if not (near := did_you_mean(name, [*loading.NAMED, *folders, *recipes], "")):
+        return ""
+    recipe = near.removeprefix("did you mean ").removesuffix("?")
+    return f"{near[:-1]}, a recipe that `nalora train {recipe}` trains?" if recipe in recipes else near

@@ -8,13 +8,17 @@ validation and generation of answers are not included.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nalora import methods, tasks
+from nalora.errors import NALoRAError
+from nalora.runs.settings import check
 from nalora.studies.schedule import Results, Schedule
+from nalora.tasks.data_files import HUB
 
 _LARGE, _SMALL = "llama-3.1-8b shapes, 4x1024", "smollm2-135m shapes, 32x320"
 _SMALL_GRAPH = f"{_SMALL}, graph"
@@ -88,11 +92,11 @@ class Cost:
 
 def estimate(schedule: Schedule, results: Results) -> Cost:
     """Return the cost of a study, from the settings of its runs and the measured steps."""
-    cost = Cost()
+    cost, sizes = Cost(), dict[str, int]()
     counted: set[str] = set()
     for cell in schedule.cells:
         rates, arm = cell.arm.learning_rates, cell.arm
-        seconds = _seconds_of_run(schedule.job(cell, rates[0], arm.seeds[0]).settings, cost)
+        seconds = _seconds_of_run(schedule.job(cell, rates[0], arm.seeds[0]).settings, cost, sizes)
         if cost.unknown:
             return cost
         # Of a cell without a chosen rate, the runs with further seeds are known by number only.
@@ -106,8 +110,11 @@ def estimate(schedule: Schedule, results: Results) -> Cost:
     return cost
 
 
-def _seconds_of_run(settings: Mapping[str, Any], cost: Cost) -> float:
-    """Return the seconds of one training; note in `cost` what is assumed, or why they are not known."""
+def _seconds_of_run(settings: Mapping[str, Any], cost: Cost, sizes: dict[str, int]) -> float:
+    """Return the seconds of one training; note in `cost` what is assumed, or why they are not known.
+
+    `sizes` keeps the numbers of training examples in data files, which may take long to read.
+    """
     model, task = str(settings["model"]), tasks.name_of(settings["task"])
     if model not in _MODELS:
         cost.unknown = f"no step of {model} was measured"
@@ -118,7 +125,7 @@ def _seconds_of_run(settings: Mapping[str, Any], cost: Cost) -> float:
     if setting == _SMALL and settings.get("cuda_graphs"):
         setting = _SMALL_GRAPH
     batch = int(settings["batch_size"])
-    steps = settings.get("stop_after") or settings.get("steps") or _steps(settings, task, batch)
+    steps = settings.get("stop_after") or settings.get("steps") or _steps(settings, task, batch, sizes)
     if not steps:
         cost.unknown = f"the number of training examples of {task} is not known"
         return 0.0
@@ -139,12 +146,27 @@ def _seconds_of_run(settings: Mapping[str, Any], cost: Cost) -> float:
     return float(steps * seconds + measured["start_s"].get(variant, 0.0))
 
 
-def _steps(settings: Mapping[str, Any], task: str, batch: int) -> int:
+def _steps(settings: Mapping[str, Any], task: str, batch: int, sizes: dict[str, int]) -> int:
     """Return the steps of a run that sets their number by its examples; 0 if those are not known."""
     examples = settings.get("train_limit") or 0
     if not examples and task in TRAINING_EXAMPLES:
         examples = TRAINING_EXAMPLES[task] - settings["validation_size"]
+    elif tasks.is_own_data(settings["task"]) and not settings["task"].startswith(HUB):
+        in_files = _examples_in_files(settings, sizes)
+        examples = min(examples or in_files, in_files)
     return math.ceil(examples * float(settings["epochs"]) / batch)
+
+
+def _examples_in_files(settings: Mapping[str, Any], sizes: dict[str, int]) -> int:
+    """Return the number of training examples in data files, before long ones are left out; 0 if they are not usable."""
+    names = {"task", "data_dir", "validation_size", *tasks.option_types(settings["task"])}
+    key = repr({name: settings[name] for name in sorted(names & settings.keys())})
+    if key not in sizes:
+        run, sizes[key] = check(settings), 0
+        with contextlib.suppress(NALoRAError):  # which the run reports
+            task = tasks.get(run.settings.task, data_dir=run.settings.data_dir, **run.task_options)
+            sizes[key] = len(task.validation_split(run.settings.validation_size)[0])
+    return sizes[key]
 
 
 def _variant(settings: Mapping[str, Any], measured: Mapping[str, float], cost: Cost) -> str:

@@ -51,10 +51,10 @@ class Engine(Protocol):
 class _Worker:
     """A process that does one job after another, so that torch is imported once for all of them."""
 
-    def __init__(self, gpu: str | None, do: Do) -> None:
+    def __init__(self, gpu: str | None, threads: int | None, do: Do) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, gpu, os.getpid(), do), daemon=False)
+        self.process = context.Process(target=_serve, args=(theirs, gpu, threads, os.getpid(), do), daemon=False)
         self.process.start()
         theirs.close()
         self.job: Job | None = None
@@ -71,7 +71,7 @@ class _Placement(NamedTuple):
 
 
 class LocalEngine:
-    """Processes of this machine.
+    """Processes of this machine; without GPUs, several of them share its cores unless OMP_NUM_THREADS is set.
 
     Args:
         workers: the number of processes; by default one for each slot of a GPU, or one on a machine without GPUs.
@@ -84,6 +84,8 @@ class LocalEngine:
         gpus = _visible_gpus()
         count = workers or max(1, len(gpus) * per_gpu)
         self._gpus = [gpus[slot % len(gpus)] if gpus else None for slot in range(count)]
+        # Of each process; None leaves the number to torch.
+        self._threads = None if gpus or count == 1 or os.environ.get("OMP_NUM_THREADS") else max(1, _cores() // count)
         self._workers: list[_Worker | None] = [None] * count
         self._placements: dict[str, _Placement] = {}
 
@@ -99,7 +101,7 @@ class LocalEngine:
         slot = self._free_slots()[0]
         gpu, worker = self._gpus[slot], self._workers[slot]
         if worker is None or not worker.process.is_alive():
-            worker = self._workers[slot] = _Worker(gpu, self._do)
+            worker = self._workers[slot] = _Worker(gpu, self._threads, self._do)
         worker.job = job
         self._placements[job.key] = _Placement(gpu, self._gpus.count(gpu))
         worker.pipe.send(job)
@@ -161,7 +163,7 @@ class LocalEngine:
                 worker.stop()
 
 
-def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
+def _serve(pipe: Connection, gpu: str | None, threads: int | None, parent: int, do: Do) -> None:
     """Run in a worker: receive jobs and send None or an error message for each, until the study's process ends."""
     import threading
 
@@ -174,10 +176,20 @@ def _serve(pipe: Connection, gpu: str | None, parent: int, do: Do) -> None:
     tqdm.set_lock(threading.RLock())
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of processes that a run starts
     with contextlib.suppress(EOFError, OSError):
         while os.getppid() == parent or os.name == "nt":
             if pipe.poll(1.0):
                 pipe.send(attempt(pipe.recv(), do))
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _visible_gpus() -> list[str]:

@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nalora.runs.folder import read_jsonl
+from nalora.runs.folder import MOVEMENT, read_jsonl
 from nalora.studies.rate_rules import PLANS, Case
 from nalora.studies.schedule import Cell, Results, Schedule
 from nalora.studies.store import Store
-from nalora.training.gate_movement import PREFIX
 
 # Losses and gradient norms of single steps are noisy: those of this many steps are combined. Where a run does not log
 # every step, a row has the mean loss since the row before.
@@ -40,7 +39,7 @@ def early_measures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, f
     if norm is not None and start:
         measures["rate_times_gradient"] = norm * max(float(row["learning_rate"]) for row in seen)
         measures["gradient_growth"] = norm / start
-    measures |= {name.removeprefix(PREFIX): value for name, value in seen[-1].items() if name.startswith(PREFIX)}
+    measures |= {name.removeprefix(MOVEMENT): value for name, value in seen[-1].items() if name.startswith(MOVEMENT)}
     return {
         f"{name}@{steps}": float(value)
         for name, value in measures.items()

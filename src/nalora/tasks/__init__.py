@@ -131,7 +131,15 @@ def contents(name: str, options: Mapping[str, Any]) -> dict[str, dict[str, str]]
 
 def option_types(name: str) -> dict[str, Any]:
     """Return the settings of a task with their types: the parameters of its class besides the data's folder."""
-    _, task = resolve(name)
+    return _options_of(resolve(name)[1])
+
+
+def types_of_all_options() -> dict[str, Any]:
+    """Return the settings of all tasks with their types."""
+    return {option: hint for task in _classes() for option, hint in _options_of(task).items()}
+
+
+def _options_of(task: type[Task]) -> dict[str, Any]:
     hints = typing.get_type_hints(task.__init__)
     parameters = inspect.signature(task).parameters
     return {option: hints.get(option, Any) for option in parameters if option not in _COMMON}
@@ -139,5 +147,8 @@ def option_types(name: str) -> dict[str, Any]:
 
 def described() -> list[tuple[str, str, str]]:
     """Return (name, title, measures) of every task, without loading its data."""
-    every: list[type[Task]] = [*(_known()[name] for name in sorted(_known())), gym.Gym, OwnData]
-    return [(task.name, task.title, ", ".join(task.measures)) for task in every]
+    return [(task.name, task.title, ", ".join(task.measures)) for task in _classes()]
+
+
+def _classes() -> list[type[Task]]:
+    return [*(_known()[name] for name in sorted(_known())), gym.Gym, OwnData]

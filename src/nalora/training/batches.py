@@ -75,9 +75,15 @@ def last_step(settings: RunSettings, steps: int) -> int:
     return settings.stop_after
 
 
+def passes_over(settings: RunSettings, rows: int, steps: int) -> float:
+    """Return how many times `steps` optimizer steps train on the data; the last batch of a pass may be incomplete."""
+    passes, further = divmod(steps, split_batch(settings).steps(rows, 1))
+    return passes + min(1.0, further * settings.batch_size / rows)
+
+
 def few_passes(settings: RunSettings, rows: int) -> list[str]:
     """Return a notice if the run sees only a part of its rows."""
-    passes = settings.steps * settings.batch_size / rows if settings.steps else settings.epochs
+    passes = passes_over(settings, rows, settings.steps) if settings.steps else settings.epochs
     fix = "raise steps, or set epochs and leave steps out (steps=)" if settings.steps else "raise epochs"
     return [f"{passes:.2g} passes over the data: {fix} to train on every row"] if passes < 1 else []
 

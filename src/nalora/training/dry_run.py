@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -31,7 +32,8 @@ from nalora.runs import marker
 from nalora.runs.folder import RunFolder
 from nalora.runs.inputs import RunInputs, kind_of, prepare
 from nalora.runs.lock import FolderLock
-from nalora.runs.settings import Run
+from nalora.runs.settings import Run, RunSettings
+from nalora.runs.targets import near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.runs.writable import refuse_unwritable
 from nalora.training.accelerations import refuse_unless_graphs_fit, refuse_unless_liger_runs
@@ -60,7 +62,7 @@ class DryRun:
         lengths: tokens of the rows, or of the first 20,000 of them; empty for images.
         trainable: the number of trained values.
         parameters: the number of values of the base model.
-        as_lora: whether `trainable` is that of LoRA, because the method's own start needs weights.
+        as_lora: whether `trainable` is that of LoRA, because the method's own start needs values of the weights.
         plan: of NA-LoRA, if the method is NA-LoRA.
         fused: what would be computed by fused layers or be in FP8, and why, line by line.
         memory: at the peak of a step.
@@ -171,13 +173,19 @@ def _read_data(run: Run, found: DryRun) -> None:
     settings, split = run.settings, found.split
     assert split is not None
     task = tasks.get(settings.task, data_dir=settings.data_dir, **run.task_options)
-    loaded = loading.load_skeleton(settings.model_spec(kind_of(task, settings.model_spec())))
+    with near_names(settings.model):
+        loaded = loading.load_skeleton(settings.model_spec(kind_of(task, settings.model_spec())))
     found.inputs = inputs = prepare(task, loaded, settings)
     found.steps = steps_of(settings, len(inputs.dataset))
-    found.last_step = last_step(settings, found.steps)
+    found.last_step = found.steps
+    found.check(lambda: _stop(found, settings))
     if inputs.rows is not None:
         rows = inputs.rows.rows
         found.lengths = [len(rows[index]["input_ids"]) for index in range(min(len(rows), _MOST_ROWS))]
+
+
+def _stop(found: DryRun, settings: RunSettings) -> None:
+    found.last_step = last_step(settings, found.steps)
 
 
 def _prepare_model(run: Run, found: DryRun, *, may_fuse: bool) -> None:
@@ -208,10 +216,19 @@ def _prepare_model(run: Run, found: DryRun, *, may_fuse: bool) -> None:
 
 def _prepared(method: Method, inputs: RunInputs, start: Start) -> tuple[nn.Module, bool]:
     """Return the model with the method's adapter, or with LoRA's if the method starts from weights or gradients."""
-    host = method.host if isinstance(method, NALoRA) else method
-    if isinstance(host, LoRA) and type(host).initialise is not LoRA.initialise:
-        return LoRA().prepare(inputs.model, inputs.adapter, start), True
-    return method.prepare(inputs.model, inputs.adapter, start), False
+    try:
+        return method.prepare(copy.deepcopy(inputs.model), inputs.adapter, start), False
+    except RuntimeError as error:
+        if not _lacks_values(error):
+            raise
+    return LoRA().prepare(inputs.model, inputs.adapter, start), True
+
+
+def _lacks_values(error: BaseException) -> bool:
+    """Whether the error is torch's for values that a tensor on the meta device does not have, or PEFT's about it."""
+    if isinstance(error, NALoRAError):
+        return error.__cause__ is not None and _lacks_values(error.__cause__)
+    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
 
 
 def _estimate_disk(run: Run, found: DryRun) -> None:

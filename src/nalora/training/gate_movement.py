@@ -20,9 +20,9 @@ from nalora.control.hooks import wrap_method
 from nalora.diagnostics.lockstep import Gates, Lockstep, on_device
 from nalora.diagnostics.measures import movement, token_slices
 from nalora.diagnostics.sites import GateSite, find_sites
+from nalora.runs.folder import MOVEMENT
 from nalora.runs.inputs import RunInputs
 
-PREFIX = "movement/"
 MEASURES = ("D_sel", "flip", "kappa_drift", "severe")
 UPDATE_TO_WEIGHT = "update_to_weight"
 # About 3,000 tokens of GSM8K: their gates take 0.3 GB for SmolLM2-135M in bfloat16, and shares of gates are exact to
@@ -68,7 +68,7 @@ class GateMovement(TrainerCallback):  # type: ignore[misc]
 
     def _add_to_log(self, logs: dict[str, float], *_: Any, **__: Any) -> None:
         if "loss" in logs:
-            logs |= {PREFIX + name: value for name, value in self.measured.items()}
+            logs |= {MOVEMENT + name: value for name, value in self.measured.items()}
             self.measured = {}
 
     def _gates(self) -> list[tuple[GateSite, Tensor]]:

@@ -24,7 +24,7 @@ from nalora.runs.inputs import RunInputs, checked_tokenizer, kind_of, prepare
 from nalora.runs.progress import bars
 from nalora.runs.saved_run import Diverged, advice, refuse_diverged
 from nalora.runs.settings import Run
-from nalora.runs.targets import with_near_names
+from nalora.runs.targets import near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import larger_loss_chunks, liger_contained
 from nalora.training.batches import few_passes, last_step, make_start, steps_of
@@ -95,11 +95,9 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
 def _loaded(task: tasks.Task, run: Run) -> Loaded:
     """Load the model to train; an error about an unknown model suggests the nearest name."""
     settings = run.settings
-    try:
+    with near_names(settings.model):
         spec = settings.model_spec(kind_of(task, settings.model_spec()))
         return loading.load(spec, checked_tokenizer(task, spec, settings.prompt_style))
-    except NALoRAError as error:
-        raise (with_near_names(settings.model, error) if error.where.startswith("model ") else error) from error
 
 
 def _train_steps(
