@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 
+from nalora.evaluation import generation
 from nalora.evaluation.generation import mean_loss, target_losses
 from nalora.models.loading import ModelSpec, load
 from nalora.tasks import Example
@@ -27,3 +28,24 @@ def test_batches_of_any_size_give_the_models_own_loss(tmp_path):
         assert loss / tokens == pytest.approx(expected, rel=1e-5)
         assert alone == pytest.approx(loss, rel=1e-5)
     assert mean_loss(together) == pytest.approx(sum(loss for loss, _ in together) / 23)
+
+
+def test_batches_and_groups_are_limited_by_the_logits(tmp_path, monkeypatch):
+    """A batch has as many tokens as its logits leave room for; groups of rows change no loss."""
+    loaded = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu"))
+    examples = [Example(str(n), "question"[:n], "an answer"[: 9 - n]) for n in (1, 5, 3, 8)]
+    expected, sizes = target_losses(loaded, examples), []
+    forward = loaded.model.forward
+    monkeypatch.setattr(
+        loaded.model, "forward", lambda **inputs: (sizes.append(inputs["input_ids"].numel()), forward(**inputs))[1]
+    )
+    assert target_losses(loaded, examples) == expected
+    assert len(sizes) == 1, "all four at once"
+    a_row = 4 * loaded.model.config.vocab_size
+    monkeypatch.setattr(generation, "_LOGITS_BYTES", 25 * a_row)
+    monkeypatch.setattr(generation, "_FLOAT32_LOGITS", 1)
+    sizes.clear()
+    for (loss, tokens), (other, others) in zip(target_losses(loaded, examples), expected, strict=True):
+        assert (loss, tokens) == (pytest.approx(other, rel=1e-5), others)
+    assert len(sizes) > 1
+    assert max(sizes) <= 25

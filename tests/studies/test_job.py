@@ -15,6 +15,7 @@ import transformers
 
 import nalora.training.run as training
 from nalora import NALoRAError
+from nalora.runs import targets
 from nalora.runs.saved_run import read_run
 from nalora.studies.job import Job, work
 from nalora.studies.store import ANSWERS, TEST, VALIDATION, Store
@@ -50,6 +51,21 @@ def test_a_run_without_its_weights_answers_what_is_known_and_is_trained_again_fo
     assert folder.adapter.is_dir()
     assert all(after.has(part) for part in (VALIDATION, TEST, ANSWERS))
     assert after.losses[VALIDATION] == before.losses[VALIDATION]
+
+
+def test_the_model_is_loaded_once_for_all_parts(job, monkeypatch):
+    """The parts are those that an evaluation of each alone gives, under the same keys."""
+    loads, load = [], targets.load
+    monkeypatch.setattr(targets, "load", lambda target, **options: (loads.append(target), load(target, **options))[1])
+    work(evaluating(job, VALIDATION, TEST, ANSWERS))
+    assert len(loads) == 1
+    store = Store(job.store)
+    together = store.result("run")
+    shutil.rmtree(store.folder("run").evaluations)
+    for part in (VALIDATION, TEST, ANSWERS):
+        work(evaluating(job, part))
+    assert len(loads) == 4
+    assert store.result("run") == together
 
 
 def test_a_run_that_diverged_is_a_result_and_is_neither_evaluated_nor_trained_again(job):

@@ -24,6 +24,8 @@ from nalora.tasks import Answer, Example
 
 # The number of last tokens searched for a stop text: more than are generated between two checks, plus the longest text.
 _STOP_WINDOW = 48
+# Of a batch whose losses are computed: the bytes of its logits, the most tokens, and the logits cast at a time.
+_LOGITS_BYTES, _MOST_TOKENS, _FLOAT32_LOGITS = 2**31, 32_768, 2**27
 
 
 @dataclass(frozen=True)
@@ -193,20 +195,26 @@ class AnswerGenerator:
 
 
 def target_losses(
-    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int = 8_192
+    loaded: Loaded, examples: Sequence[Example], *, style: str = "plain", batch_tokens: int | None = None
 ) -> list[tuple[float, int]]:
     """Return (−log p of the target given the prompt, its number of tokens) of each example: finer than accuracy.
 
-    Each of the `batch_tokens` tokens of a batch, padding included, has a row of logits as wide as the vocabulary,
-    together 2 GiB for Llama 3 in bfloat16.
+    Each of the `batch_tokens` tokens of a batch, padding included, has a row of logits as wide as the vocabulary. By
+    default a batch has as many as fit into 2 GiB, 8,372 with Llama 3 in bfloat16, and at most 32,768.
     """
     encoder = Encoder(loaded.processor, loaded.spec.kind, style)
     rows = [encoder.row(example) for example in examples]
     collate = Collator(loaded.processor.pad_token_id)
     losses: dict[int, tuple[float, int]] = {}
-    for batch in batches_by_length([len(row["input_ids"]) for row in rows], batch_tokens):
+    for batch in batches_by_length([len(row["input_ids"]) for row in rows], batch_tokens or _batch_tokens(loaded)):
         losses |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))
     return [losses[i] for i in range(len(rows))]
+
+
+def _batch_tokens(loaded: Loaded) -> int:
+    config: Any = loaded.model.config
+    row = config.get_text_config(decoder=True).vocab_size * next(loaded.model.parameters()).element_size()
+    return int(min(_MOST_TOKENS, _LOGITS_BYTES // row))
 
 
 def mean_loss(losses: Sequence[tuple[float, int]]) -> float:
@@ -221,10 +229,13 @@ def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
     logits = loaded.model(**inputs).logits
     if loaded.spec.kind == "causal":
         logits, labels = logits[:, :-1], labels[:, 1:]
-    # Row by row: the logits of a whole batch in float32 would be the largest tensor of all.
-    losses = [
-        torch.nn.functional.cross_entropy(row.float(), target, ignore_index=IGNORED_LABEL, reduction="sum")
-        for row, target in zip(logits, labels, strict=True)
-    ]
+    # In groups of rows: the logits of a whole batch in float32 would be the largest tensor of all.
+    group = max(1, _FLOAT32_LOGITS // (logits.shape[1] * logits.shape[2]))
+    losses = torch.cat([
+        torch.nn.functional.cross_entropy(
+            part.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+        ).view_as(target).sum(1)
+        for part, target in zip(logits.split(group), labels.split(group), strict=True)
+    ])  # fmt: skip
     tokens = (labels != IGNORED_LABEL).sum(1)
-    return list(zip(torch.stack(losses).tolist(), tokens.tolist(), strict=True))
+    return list(zip(losses.tolist(), tokens.tolist(), strict=True))

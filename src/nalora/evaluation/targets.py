@@ -23,7 +23,7 @@ from nalora.runs.writable import refuse_unwritable
 from nalora.tasks import Example, Task
 from nalora.tasks.own_data import OwnData
 
-__all__ = ["Request", "evaluate_target"]
+__all__ = ["Request", "evaluate_parts", "evaluate_target"]
 
 
 def evaluate_target(
@@ -54,9 +54,7 @@ def evaluate_target(
     task = questions.task
     if isinstance(task, OwnData) and request.split == "test":
         notify(task.evaluated(request.limit))
-    models = targets.load(
-        target, kind=kind_of(task, target.spec), with_base=request.with_base, prepare=task.prepare_model
-    )
+    models = _load(target, task, with_base=request.with_base)
     if target.trained is None:
         return {"model": _evaluate(models.trained, questions, place, request, report)}
     summaries = {}
@@ -64,6 +62,32 @@ def evaluate_target(
         summaries["base"] = _evaluate(models.base, questions, place / "base", request, report)
     trained = _evaluate(models.trained, questions, place / "adapted", request, report, target.trained)
     return {**summaries, "adapted": trained}
+
+
+def evaluate_parts(name: str, requests: Sequence[Request], *, device: str | None = None) -> None:
+    """Evaluate the trained model of a run on several parts of its own task, such as held-out and test examples.
+
+    The model is loaded once. Every part is stored like that of `evaluate_target`.
+
+    Args:
+        name: the run's folder.
+        requests: without task, options and base model; alike in `own` and `trust`.
+        device: where the model is computed.
+
+    Raises:
+        NALoRAError: as `evaluate_target`.
+    """
+    target = targets.resolve(name, device=device, trust=requests[0].trust, own=requests[0].own)
+    assert target.run is not None
+    refuse_unwritable(target.run.folder.path)
+    parts = [_questions_of_run(target.run, request, None) for request in requests]
+    models = _load(target, parts[0][0].task)
+    for request, (questions, place) in zip(requests, parts, strict=True):
+        _evaluate(models.trained, questions, place / "adapted", request, trained=target.trained)
+
+
+def _load(target: Target, task: Task, *, with_base: bool = False) -> targets.Models:
+    return targets.load(target, kind=kind_of(task, target.spec), with_base=with_base, prepare=task.prepare_model)
 
 
 def _no_task(path: Path) -> NALoRAError:
@@ -153,7 +177,12 @@ def _task(name: str, data_dir: str | None, options: dict[str, Any], place: Path,
 
 
 def _evaluate(
-    loaded: Loaded, questions: Questions, place: Path, request: Request, report: Report, trained: Path | None = None
+    loaded: Loaded,
+    questions: Questions,
+    place: Path,
+    request: Request,
+    report: Report = lambda *progress: None,
+    trained: Path | None = None,
 ) -> dict[str, Any]:
     # The key covers all questions even if only some are evaluated, so that a later evaluation of all reuses them.
     folder = place.with_name(f"{place.name}-{identity(loaded, questions, trained)}")

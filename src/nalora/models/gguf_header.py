@@ -6,6 +6,7 @@ a second.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from dataclasses import dataclass
@@ -63,16 +64,20 @@ def read_header(path: Path) -> Header:
     Raises:
         NALoRAError: the file does not exist, is no GGUF file, is truncated, or is one part of several.
     """
+    if not path.is_file():
+        raise missing_path("file", path, "a GGUF file", "check the path, or give a folder or hub id")
+    status = path.stat()
+    return _read(path, status.st_size, status.st_mtime_ns)
 
+
+@functools.lru_cache(maxsize=8)  # parsing takes 0.2 s, and a command asks for the header several times
+def _read(path: Path, size: int, modified: int) -> Header:
     def error(found: str, expected: str, fix: str) -> NALoRAError:
         return NALoRAError(str(path), found=found, expected=expected, fix=fix)
 
     def truncated(found: str) -> NALoRAError:
         return error(f"a truncated GGUF file ({found})", "the whole file", "fetch the file again")
 
-    if not path.is_file():
-        raise missing_path("file", path, "a GGUF file", "check the path, or give a folder or hub id")
-    size = path.stat().st_size
     try:
         with path.open("rb") as file:
             header = _parse(_Reader(file, size))

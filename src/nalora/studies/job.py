@@ -70,7 +70,7 @@ def work(job: Job, device: str | None = None) -> None:
 
 
 def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: str | None) -> None:
-    from nalora.evaluation.targets import Request, evaluate_target
+    from nalora.evaluation.targets import Request, evaluate_parts
     from nalora.runs.settings import check
     from nalora.training.run import train
 
@@ -90,9 +90,8 @@ def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: st
             with_base=False, limit=job.test_limit, batch_tokens=job.max_batch_tokens, take_over=True, own=job.settings
         ),
     }
-    for part, request in requests.items():
-        if part in missing:
-            evaluate_target(str(folder.path), request, device=device)
+    if missing:
+        evaluate_parts(str(folder.path), [requests[part] for part in requests if part in missing], device=device)
 
 
 class _Replacement:
