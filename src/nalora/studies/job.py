@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +80,9 @@ def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: st
     known = Store(folder.path.parent).result(folder.path.name, job.test_limit)
     if known is None:
         # Engines let one process at a time work on a job; the folder's lock may be that of a worker on a lost node.
-        train(run, resume=folder.settings.is_file(), take_over=True)
-        release_memory()
+        with _timed("training, with loading and tokenising"):
+            train(run, resume=folder.settings.is_file(), take_over=True)
+            release_memory()
     missing = {part for part in parts if known is None or not known.has(part)}
     if ANSWERS in missing:
         missing.add(TEST)  # the losses record how many questions there are, with which the answers are compared
@@ -91,7 +94,16 @@ def _train_and_evaluate(job: Job, folder: RunFolder, parts: set[str], device: st
         ),
     }
     if missing:
-        evaluate_parts(str(folder.path), [requests[part] for part in requests if part in missing], device=device)
+        with _timed(f"evaluation of {', '.join(part for part in requests if part in missing)}"):
+            evaluate_parts(str(folder.path), [requests[part] for part in requests if part in missing], device=device)
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Print the seconds of a part of the run, into its log."""
+    began = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 class _Replacement:
