@@ -64,6 +64,11 @@ def run_file(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in settings.items())
 
 
+def as_typed(settings: Mapping[str, Any]) -> str:
+    """Return an arm's settings as they are typed after `nalora train RUN.yaml`."""
+    return " ".join(f"{name}={value}" for name, value in settings.items())
+
+
 def table(every: list[State], settings: Mapping[str, Mapping[str, Any]], costs: MethodCosts) -> list[str]:
     """Return a row for every arm except NA-LoRA's, grouped by verdict, the lowest difference first."""
     shown = [state for state in every if not settings[state.arm]["method"].startswith("na-lora")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from tables.arm_states import LORA, State, shown_share, states
 
 from choosing_page import rank_choice
-from choosing_page.method_choice import JUDGED, Choice, run_file
+from choosing_page.method_choice import JUDGED, Choice, as_typed, run_file
 from choosing_page.rate_losses import GRIDS
 from choosing_page.recommendation import Start
 from choosing_page.seeds_needed import SIZES, needed, paired, shown
@@ -27,7 +27,7 @@ def short_table(start: Start, results: Path, rows: list[Row], costs: MethodCosts
     judged = states(results, JUDGED)
     chosen = [("method", start.method)] + ([("variant to try next", start.variant)] if start.variant else [])
     lines = ["| | start with | why |", "|---|---|---|"]
-    lines += [f"| {what} | `{run_file(choice.settings)}` | {_why(choice, judged, costs)} |" for what, choice in chosen]
+    lines += [f"| {what} | `{as_typed(choice.settings)}` | {_why(choice, judged, costs)} |" for what, choice in chosen]
     cost = rank_choice.cost(rows)
     lines.append(f"| rank | {with_rank} | {why_rank}{f'; {cost}' if cost else ''} |")
     tried = ", ".join(f"{rate:g}" for rate in start.searched)
@@ -77,7 +77,7 @@ def _why_seeds(results: Path) -> str:
 def commands(start: Start) -> list[str]:
     """Return the commands for a data file: a rate from the first steps, one run, then a search with every rate."""
     shared = f"rank={start.settings['rank']} alpha={start.settings['alpha']}"
-    method = " ".join(f"{name}={value}" for name, value in start.method.settings.items())
+    method = as_typed(start.method.settings)
     run = f"my-data task=questions.jsonl {method} {shared} batch_size={start.settings['batch_size']}"
     return [
         "```",
@@ -133,14 +133,14 @@ def sentence(start: Start, results: Path) -> list[str]:
     """Return the README's sentence."""
     rank, model = start.settings["rank"], start.settings["model"]
     low, high = start.searched[0], start.searched[-1]
-    method = run_file(start.method.settings)
+    method = as_typed(start.method.settings)
     text = f"**Where to start:** `{method}` with r = {rank} and a searched learning rate "
     text += f"(for {model} {low:g} to {high:g}, first {start.first_rate:g})"
     if start.method.confirmed:
         text += f", which is better than LoRA on two tasks ({start.method.state.difference} on GSM8K)"
     elif start.variant:
         state, judged = start.variant.state, second_task(start.variant, states(results, JUDGED))
-        text += f"; then `{run_file(start.variant.settings)}`, which closes {shown_share(state.share)} of the gap to "
+        text += f"; then `{as_typed(start.variant.settings)}`, which closes {shown_share(state.share)} of the gap to "
         text += f"full fine-tuning on GSM8K ({counted(state.seeds, 'seed')}, {judged})"
     text += ". Costs, ranks and how sure this is: [choosing](docs/choosing.md)."
     return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -45,7 +45,7 @@ def test_the_readmes_first_screen_has_the_sentence_of_the_page():
     assert "(docs/choosing.md)" in sentence
     assert "(docs/choosing.md)" in readme.partition("## Where to look")[2]
     shares = re.findall(r"\d+ %", sentence)
-    settings = re.findall(r"`(method: [^`]+)`", sentence)
+    settings = re.findall(r"`(method=[^`]+)`", sentence)
     assert settings
     assert [value for value in (*shares, *settings) if value not in part("short")] == []
 
@@ -90,7 +90,7 @@ def test_later_runs_change_the_advice(store, tmp_path):
     module, results = script("choosing_page.choosing"), later_results(tmp_path, store)
     page = module.filled_page(PAGE.read_text(), store, results)
     short = page.partition("<!-- short -->")[2].partition("<!-- /short -->")[0]
-    assert "| method | `method: peft/gralora, gralora_k: 4` | better than LoRA on GSM8K" in short
+    assert "| method | `method=peft/gralora gralora_k=4` | better than LoRA on GSM8K" in short
     assert "also better on a second task" in short
     assert "variant to try next" not in short
     assert "| rank | 8, then 256 | r = 256 is better in `gap-sources`" in short
