@@ -59,6 +59,19 @@ def test_gradients_of_one_pass_alone_are_reported():
     assert not compare(Pass(1.0, both), Pass(1.0, both), "PEFT").only_in_one
 
 
+def test_gradients_that_are_zero_in_both_passes_are_counted(model):
+    """Those of A while B is 0, as on a fresh adapter."""
+    layers = nalora.fuse(model)
+    assert "gradients 0 in both, call check again after a step" not in str(layers.check(batch()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    agreement = layers.check(batch())
+    assert agreement.untested == sum("lora_A" in name for name, _ in model.named_parameters())
+    assert f"{agreement.untested} gradients 0 in both, call check again after a step" in str(agreement)
+
+
 def test_buffers_are_restored():
     class Normalised(nn.Module):
         def __init__(self):

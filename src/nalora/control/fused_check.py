@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from nalora.errors import NALoRAError, listed, refuse_first
+from nalora.errors import NALoRAError, counted, listed, refuse_first
 
 
 class Pass(NamedTuple):
@@ -35,6 +35,7 @@ class Agreement:
         parameter: the name of that parameter.
         lowest_cosine: the lowest cosine between two gradients of one parameter.
         only_in_one: parameters that have a gradient in one of the passes alone; it is compared with zeros.
+        untested: the number of parameters whose gradient is 0 in both passes, as those of A are while B is 0.
         note: what makes the two differ in any case.
 
     A loss or a gradient that is not finite makes `gradients`, `largest` and `lowest_cosine` NaN.
@@ -48,15 +49,19 @@ class Agreement:
     parameter: str
     lowest_cosine: float
     only_in_one: tuple[str, ...] = ()
+    untested: int = 0
     note: str = ""
 
     def __str__(self) -> str:
         difference = abs(self.loss - self.reference_loss)
+        untested = (
+            f"; {counted(self.untested, 'gradient')} 0 in both, call check again after a step" if self.untested else ""
+        )
         only = f"; gradients in one of the two alone: {listed(self.only_in_one, 3)}" if self.only_in_one else ""
         return (
             f"Compared with {self.reference}: loss {self.loss:.6f} and {self.reference_loss:.6f}, a difference of"
             f" {difference:.2e}; gradients differ by {self.gradients:.2e} of their norm, at most by {self.largest:.2e}"
-            f" ({self.parameter}); lowest cosine {self.lowest_cosine:.6f}{only}"
+            f" ({self.parameter}); lowest cosine {self.lowest_cosine:.6f}{untested}{only}"
             f"{'; ' if self.note else ''}{self.note}"
         )
 
@@ -144,7 +149,7 @@ def compare(ours: Pass, theirs: Pass, reference: str, note: str = "") -> Agreeme
     """Return the differences between two passes over the same parameters."""
     differences: dict[str, float] = {}
     cosines = [1.0]
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares, untested = torch.zeros(2, dtype=torch.float64), 0
     for name in sorted(ours.gradients.keys() | theirs.gradients.keys()):
         some = theirs.gradients.get(name, ours.gradients.get(name))
         assert some is not None
@@ -154,6 +159,7 @@ def compare(ours: Pass, theirs: Pass, reference: str, note: str = "") -> Agreeme
         squares += torch.tensor([distance**2, norm**2], dtype=torch.float64)
         differences[name] = distance / norm if norm else distance
         # B is zero before the first step, and so is the gradient of A.
+        untested += not norm and not distance
         if norm and distance:
             cosines.append(torch.nn.functional.cosine_similarity(gradient.flatten(), expected.flatten(), 0).item())
     undefined = [name for name, difference in differences.items() if not math.isfinite(difference)]
@@ -169,5 +175,6 @@ def compare(ours: Pass, theirs: Pass, reference: str, note: str = "") -> Agreeme
         parameter=worst,
         lowest_cosine=min(cosines) if is_defined else math.nan,
         only_in_one=tuple(sorted(ours.gradients.keys() ^ theirs.gradients.keys())),
+        untested=untested,
         note=note,
     )
