@@ -71,3 +71,20 @@ def test_rows_of_one_token_have_no_loss(tmp_path):
     empty, other = Example("1", "", ""), Example("2", "question", "answer")
     assert target_losses(loaded, [empty]) == [(0.0, 0)]
     assert target_losses(loaded, [empty, other], batch_tokens=1)[0] == (0.0, 0)
+
+
+def test_a_decoder_does_not_compute_a_loss_of_its_own(tmp_path, monkeypatch):
+    """It would cast the logits of the whole batch to float32."""
+    loaded, outputs = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu")), []
+    forward = loaded.model.forward
+    monkeypatch.setattr(loaded.model, "forward", lambda **inputs: (outputs.append(forward(**inputs)), outputs[-1])[1])
+    target_losses(loaded, [Example("1", "question", "answer")])
+    assert [output.loss for output in outputs] == [None]
+
+
+def test_a_config_that_does_not_name_the_size_of_the_vocabulary(tmp_path):
+    loaded = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu"))
+    examples = [Example("1", "question", "answer")]
+    expected = target_losses(loaded, examples)
+    del loaded.model.config.vocab_size
+    assert target_losses(loaded, examples) == expected

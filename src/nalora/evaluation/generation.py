@@ -214,7 +214,9 @@ def target_losses(
 
 def _batch_tokens(loaded: Loaded) -> int:
     config: Any = loaded.model.config
-    row = config.get_text_config(decoder=True).vocab_size * next(loaded.model.parameters()).element_size()
+    # The config of a model with code of its own may name it otherwise.
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None) or len(loaded.processor)
+    row = vocabulary * next(loaded.model.parameters()).element_size()
     return int(min(_MOST_TOKENS, _LOGITS_BYTES // row))
 
 
@@ -227,6 +229,8 @@ def mean_loss(losses: Sequence[tuple[float, int]]) -> float:
 def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
     inputs = {name: tensor.to(loaded.device) for name, tensor in batch.items()}
     labels = inputs["labels"]
+    if loaded.spec.kind == "causal":
+        del inputs["labels"]  # with which the model would compute its own loss, of all logits in float32
     logits = loaded.model(**inputs).logits
     if loaded.spec.kind == "causal":
         logits, labels = logits[:, :-1], labels[:, 1:]
