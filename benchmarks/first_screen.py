@@ -30,10 +30,13 @@ def filled(readme: str, rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Return the lines of the table; ratios are to PEFT in the same run."""
-    setting, variants = next(iter(peers_page.latest(rows, peers_page.QUESTION).items()))
-    run = variants[PEFT]["run"]
-    same = {name: row for name, row in variants.items() if row["run"] == run and row["p50"]}
+    """Return the lines of the table, of the latest run with PEFT and Unsloth; ratios are to PEFT."""
+    setting = next(iter(peers_page.latest(rows, peers_page.QUESTION)))
+    runs: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if (row["question"], row["setting"]) == (peers_page.QUESTION, setting) and row["p50"]:
+            runs.setdefault(row["run"], {})[row["variant"]] = row
+    same = next(run for run in reversed(runs.values()) if {PEFT, UNSLOTH} <= run.keys())
     tokens = setting.split(", ")[2].replace("x1024", " × 1,024")
     device = same[PEFT]["device"].split()[-1]
     lines = [f"| Llama-3.1-8B shapes, {tokens} tokens, one {device} | step time | peak memory |", "|---|---|---|"]

@@ -97,9 +97,10 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
         yield INTRODUCTION
     for setting, variants in by_setting.items():
         first = next(iter(variants.values()))
-        yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {first['device']}, torch {first['torch']}, "
-        yield f"transformers {first['transformers']}, peft {first['peft']}, commit {first['commit']}."
-        earlier = {row["commit"]: None for row in variants.values() if row["p50"] and row["run"] != first["run"]}
+        newest = max((row for row in variants.values() if row["p50"]), key=rows.index, default=first)
+        yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {newest['device']}, torch {newest['torch']}, "
+        yield f"transformers {newest['transformers']}, peft {newest['peft']}, commit {newest['commit']}."
+        earlier = {row["commit"]: None for row in variants.values() if row["p50"] and row["run"] != newest["run"]}
         yield f"Variants with a * are from earlier runs (commit {', '.join(earlier)}).\n" if earlier else ""
         yield "| variant | ms (p20 … p80) | / PEFT | / Unsloth | peak GiB | / PEFT | / Unsloth | gradients | cosine |"
         yield "|---|---|---|---|---|---|---|---|---|"
@@ -111,7 +112,7 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
                 [cell(ratio(row, quantity, reference, rows)) for reference in (PEFT, UNSLOTH)] for quantity in WORDS
             )
             spread = f"{float(row['p50']):.1f} ({float(row['p20']):.1f} … {float(row['p80']):.1f})"
-            marked = name if row["run"] == first["run"] else f"{name} *"
+            marked = name if row["run"] == newest["run"] else f"{name} *"
             cells = [marked, spread, *times, row["peak_gib"], *memory, row["gradient_error"], row["worst_cosine"]]
             yield f"| {' | '.join(cells)} |"
         yield from goals(setting, variants, rows)

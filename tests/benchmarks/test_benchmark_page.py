@@ -54,6 +54,15 @@ def test_ratios_are_within_a_run():
     assert "| Unsloth * | 200.0" in text
 
 
+def test_rows_are_of_the_latest_run_whichever_variant_it_measured():
+    rows = [row("PEFT LoRA", 400.0, commit="old"), row("Unsloth", 200.0, run="b", commit="new")]
+    text = lines(peers_page.beside_peers, rows)
+    assert "commit new." in text
+    assert "Variants with a * are from earlier runs (commit old)." in text
+    assert "| PEFT LoRA * | 400.0" in text
+    assert "| Unsloth | 200.0" in text
+
+
 @pytest.mark.parametrize(("slow", "verdict"), [(280.0, "1.120, goal ≤ 1.12: reached"), (290.0, "**not reached**")])
 def test_step_by_rank(slow, verdict):
     rows = [row(peers_page.GRAPHS, 250.0, 29.0), row("PEFT LoRA", 400.0, 48.0)]
@@ -82,6 +91,9 @@ def test_the_readmes_table_is_of_one_run():
     for expected in ("| PEFT LoRA | 200 ms | 10.0 GiB |", "| 150 ms (0.75) | 5.0 GiB (0.50) |", "| 120 ms (0.60) |"):
         assert expected in text
     assert "90 ms" not in text
+    # A later run that does not compare them does not empty the table.
+    later = [row("PEFT LoRA", 210.0, 10.0, run="c"), row(peers_page.COMPILED, 130.0, 6.0, run="c")]
+    assert "\n".join(first_screen.table([*rows, *later])) == text
 
 
 def test_the_readme_in_the_repository_has_the_table_of_the_rows():

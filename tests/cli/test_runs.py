@@ -310,7 +310,9 @@ def test_data_in_place_of_a_run_is_answered_with_the_command_that_trains_on_it(r
     small = ("model=base", "steps=1", "batch_size=2", "device=cpu", "output=trained")
     code, out, err = run(*words[1:], *small)
     assert code == 0, out + err
-    assert "found no such file" in run(command, "none.csv")[2]
+    missing = run(command, "none.csv")[2]
+    assert "found no such file" in missing
+    assert "Fix: check the path; for data run `nalora train my-data task=none.csv`" in missing
     assert "task=hub:owner/name`" in run(command, "hub:owner/name")[2]
 
 

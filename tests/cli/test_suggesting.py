@@ -120,6 +120,14 @@ def test_the_command_writes_to_a_new_folder_if_that_of_the_run_is_used(run, file
     assert shlex.split(suggested()["train"])[-1] == f"output=runs/whole-lr{rate}-2"
 
 
+def test_short_runs_are_not_in_the_folder_of_the_run(run, file, here, tmp_path):
+    """A slash at its end, as a shell completes it, does not put them inside: the run could not be written there."""
+    code, out, err = run("suggest", file, "output=runs/mine/", "--steps", 2, "--rates", "1e-5,1e-3")
+    assert code == 0, out + err
+    assert not (tmp_path / "runs" / "mine").exists()
+    assert (tmp_path / "runs" / "mine-suggest" / "suggestion.json").is_file()
+
+
 def test_a_pick_at_the_end_of_the_grid_comes_with_the_command_that_extends_it(run, file, here, tmp_path):
     code, out, _ = run("suggest", file, "--steps", 12, "--rates", "1e-4,1e-3,1e-2", "--output", "rates")
     assert code == 0

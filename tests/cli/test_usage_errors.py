@@ -25,6 +25,8 @@ from nalora.cli import usage_errors
         ("train x --task=mine.jsonl", "Fix: write task=mine.jsonl, without dashes"),
         ("train x --learning-rate 1e-3", "Fix: write learning_rate=1e-3, without dashes"),
         ("train --gradient-checkpointing x", "Fix: write gradient_checkpointing=true, without dashes"),
+        ("train x --cuda-graphs=False", "Fix: write cuda_graphs=False, without dashes"),
+        ("train x --packing no", "Fix: write packing=no, without dashes"),
         ("train x --model", "Fix: write model=VALUE, without dashes"),
         ("train x --rank --dry-run", "Fix: write rank=VALUE, without dashes"),
         ("suggest x --blocks 4", "Fix: write blocks=4, without dashes"),

@@ -49,3 +49,42 @@ def test_batches_and_groups_are_limited_by_the_logits(tmp_path, monkeypatch):
         assert (loss, tokens) == (pytest.approx(other, rel=1e-5), others)
     assert len(sizes) > 1
     assert max(sizes) <= 25
+
+
+def test_a_batch_of_an_encoder_decoder_is_limited_by_its_longer_side(tmp_path, monkeypatch):
+    """Its logits are those of the target, which may be longer than the prompt."""
+    loaded, sizes = load(ModelSpec(tiny.saved_t5(tmp_path), kind="seq2seq", device="cpu")), []
+    forward = loaded.model.forward
+    monkeypatch.setattr(
+        loaded.model, "forward", lambda **inputs: (sizes.append(inputs["labels"].numel()), forward(**inputs))[1]
+    )
+    examples = [Example(str(n), "a", "a long answer") for n in range(6)]
+    whole = target_losses(loaded, examples)
+    parts = target_losses(loaded, examples, batch_tokens=30)
+    assert sizes == [6 * 14, *3 * [2 * 14]]
+    assert [loss for loss, _ in parts] == pytest.approx([loss for loss, _ in whole], rel=1e-5)
+
+
+def test_rows_of_one_token_have_no_loss(tmp_path):
+    """No token precedes it; as the only row of a batch, or next to longer ones."""
+    loaded = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu"))
+    empty, other = Example("1", "", ""), Example("2", "question", "answer")
+    assert target_losses(loaded, [empty]) == [(0.0, 0)]
+    assert target_losses(loaded, [empty, other], batch_tokens=1)[0] == (0.0, 0)
+
+
+def test_a_decoder_does_not_compute_a_loss_of_its_own(tmp_path, monkeypatch):
+    """It would cast the logits of the whole batch to float32."""
+    loaded, outputs = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu")), []
+    forward = loaded.model.forward
+    monkeypatch.setattr(loaded.model, "forward", lambda **inputs: (outputs.append(forward(**inputs)), outputs[-1])[1])
+    target_losses(loaded, [Example("1", "question", "answer")])
+    assert [output.loss for output in outputs] == [None]
+
+
+def test_a_config_that_does_not_name_the_size_of_the_vocabulary(tmp_path):
+    loaded = load(ModelSpec(tiny.saved_llama(tmp_path), device="cpu"))
+    examples = [Example("1", "question", "answer")]
+    expected = target_losses(loaded, examples)
+    del loaded.model.config.vocab_size
+    assert target_losses(loaded, examples) == expected

@@ -209,6 +209,17 @@ def test_a_forward_that_depends_on_data_is_an_error_with_a_fix(graphs):
         model(**batch())
 
 
+def test_more_graphs_than_torch_allows_are_an_error_with_a_fix(graphs, monkeypatch):
+    """A graph is made for every combination of ranks and scalings."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model = llama()
+    nalora.fuse(model, compile_layers=True)
+    model(**batch()).loss.backward()
+    model.get_base_model().model.layers[1].self_attn.q_proj.scaling["default"] = 5.0
+    with pytest.raises(nalora.NALoRAError, match=r"layers\.1: found a layer for which .* at its limit, 2 graphs"):
+        model(**batch())
+
+
 def test_bf16_autocast_computes_gradients_of_adapters_in_float32(graphs):
     """Attention alone: Triton's interpreter multiplies bf16 as integers."""
     model = llama(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])

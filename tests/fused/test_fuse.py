@@ -16,6 +16,7 @@ from torch.optim import AdamW
 import nalora
 from nalora.kernels.fused import fp8_base, fp8_refusals
 from nalora.kernels.fused.foreign import hooks_of
+from nalora.kernels.statistics import engines
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,6 +68,19 @@ def test_training_is_that_of_pefts_layers(rank, checkpointing):
     (plain, weights), (fused, fused_weights) = (train(model) for model in models)
     assert fused == pytest.approx(plain, rel=1e-5)
     assert tiny.largest_difference(weights, fused_weights) < 2e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapters_may_be_stored_transposed(compiled):
+    """As an initialisation leaves them that assigns a transposed matrix, or a part of a decomposition."""
+    if compiled and not engines.can_compile(torch.device("cpu")):
+        pytest.skip("no C++ compiler")
+    model = llama()
+    for parameter in tiny.trainable(model):
+        parameter.data = parameter.data.T.contiguous().T
+    agreement = nalora.fuse(model, compile_layers=compiled).check(batch())
+    assert agreement.loss == pytest.approx(agreement.reference_loss, rel=1e-6)
+    assert agreement.gradients < 1e-5
 
 
 def test_ffns_and_groups_are_fused_and_undone():

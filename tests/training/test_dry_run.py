@@ -99,6 +99,15 @@ def test_trained_parameters_are_those_of_the_prepared_model(settings, tmp_path, 
         assert found.memory.trained == sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_pefts_starts_from_the_weights_are_counted_as_lora(settings, start):
+    run = check({**settings, "method": "peft/lora", "init_lora_weights": start})
+    found = examine(run)
+    assert found.problems == []
+    assert found.as_lora
+    assert found.trainable == train(run)["trainable_parameters"]
+
+
 def test_what_a_method_refuses_is_a_problem(settings):
     found = examine(check({**settings, "method": "block-lora", "blocks": 3, "rank": 6}))
     assert ["layers whose two sizes blocks divides" in problem for problem in found.problems] == [True]

@@ -75,7 +75,9 @@ def suggest(
         )
     described, screen = read(run, typed), console()
     grid = suggesting.default_rates(described) if rates is None else suggesting.rates_of(rates)
-    folder = output or Path(f"{described.settings.output}-suggest")
+    assert described.settings.output is not None  # which `read` has set
+    run_folder = str(Path(described.settings.output))  # without a slash at the end, since names are appended
+    folder = output or Path(f"{run_folder}-suggest")
     study = suggesting.short_runs(described, grid, steps)
     suggesting.refuse_foreign(folder)
     drawing.refuse_foreign(drawing.files_of(folder, suggesting.NAME))
@@ -99,8 +101,7 @@ def suggest(
     if progress.missing:
         screen.print("No suggestion: fix the cause and start the same command again.", highlight=False)
         raise typer.Exit(MISSING)
-    assert described.settings.output is not None  # which `read` has set
-    commands = Commands(run, typed, described.settings.output, output, steps, workers, per_gpu)
+    commands = Commands(run, typed, run_folder, output, steps, workers, per_gpu)
     passes = passes_over(described.settings, rows, steps)
     _conclude(screen, suggesting.logged(progress.schedule, steps), folder, whole, passes, commands)
 

@@ -22,6 +22,7 @@ UsageError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base
 
 # A name by which `nalora.tasks` recognises data; no file is opened.
 _ANY_DATA = "a.jsonl"
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off")  # of YAML, in small letters
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -72,7 +73,7 @@ def _no_such_option(where: str, command: Any, option: str, see: str) -> NALoRAEr
     if setting not in types_of_settings:
         return unknown_name(where, found, option, names, see)
     _, value = _typed([option]) or (option, "")
-    if bool in (kind := types_of_settings[setting], *typing.get_args(kind)) and value not in ("true", "false"):
+    if bool in (kind := types_of_settings[setting], *typing.get_args(kind)) and value.lower() not in _BOOLEANS:
         value = "true"  # typed as a flag
     word = f"{setting}={'VALUE' if not value or value.startswith('-') else value}"
     fix = f"write {shlex.quote(word)}, without dashes, as it is a setting"

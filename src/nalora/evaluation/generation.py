@@ -206,14 +206,17 @@ def target_losses(
     rows = [encoder.row(example) for example in examples]
     collate = Collator(loaded.processor.pad_token_id)
     losses: dict[int, tuple[float, int]] = {}
-    for batch in batches_by_length([len(row["input_ids"]) for row in rows], batch_tokens or _batch_tokens(loaded)):
+    lengths = [max(map(len, row.values())) for row in rows]  # of an encoder-decoder, the longer of its two sides
+    for batch in batches_by_length(lengths, batch_tokens or _batch_tokens(loaded)):
         losses |= dict(zip(batch, _losses(loaded, collate([rows[i] for i in batch])), strict=True))
     return [losses[i] for i in range(len(rows))]
 
 
 def _batch_tokens(loaded: Loaded) -> int:
     config: Any = loaded.model.config
-    row = config.get_text_config(decoder=True).vocab_size * next(loaded.model.parameters()).element_size()
+    # The config of a model with code of its own may name it otherwise.
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None) or len(loaded.processor)
+    row = vocabulary * next(loaded.model.parameters()).element_size()
     return int(min(_MOST_TOKENS, _LOGITS_BYTES // row))
 
 
@@ -226,11 +229,13 @@ def mean_loss(losses: Sequence[tuple[float, int]]) -> float:
 def _losses(loaded: Loaded, batch: dict[str, Any]) -> list[tuple[float, int]]:
     inputs = {name: tensor.to(loaded.device) for name, tensor in batch.items()}
     labels = inputs["labels"]
+    if loaded.spec.kind == "causal":
+        del inputs["labels"]  # with which the model would compute its own loss, of all logits in float32
     logits = loaded.model(**inputs).logits
     if loaded.spec.kind == "causal":
         logits, labels = logits[:, :-1], labels[:, 1:]
     # In groups of rows: the logits of a whole batch in float32 would be the largest tensor of all.
-    group = max(1, _FLOAT32_LOGITS // (logits.shape[1] * logits.shape[2]))
+    group = max(1, _FLOAT32_LOGITS // max(1, logits[0].numel()))
     losses = torch.cat([
         torch.nn.functional.cross_entropy(
             part.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED_LABEL, reduction="none"

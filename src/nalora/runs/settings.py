@@ -148,12 +148,11 @@ def _refuse_data(path: Path) -> None:
     name, is_hub = str(path), str(path).startswith(data_files.HUB)
     if not (is_hub or name.lower().endswith(data_files.SUFFIXES)) or path.suffix.lower() == ".json":
         return
-    raise NALoRAError(
-        name,
-        found="data" if is_hub or packaged.is_file(path) else "no such file",
-        expected="a run's YAML file, or the name of a recipe",
-        fix=f"run `{shlex.join(['nalora', 'train', _OWN_DATA, f'task={name}'])}`, or suggest in place of train",
-    )
+    command = shlex.join(["nalora", "train", _OWN_DATA, f"task={name}"])
+    found, fix = "data", f"run `{command}`, or suggest in place of train"
+    if not is_hub and not packaged.is_file(path):
+        found, fix = "no such file", f"check the path; for data run `{command}`"
+    raise NALoRAError(name, found=found, expected="a run's YAML file, or the name of a recipe", fix=fix)
 
 
 def _checked(options: Mapping[Any, Any], changes: Mapping[str, Any], where: str) -> Run:

@@ -154,7 +154,8 @@ def _steps(settings: Mapping[str, Any], task: str, batch: int, sizes: dict[str, 
     elif tasks.is_own_data(settings["task"]) and not settings["task"].startswith(HUB):
         in_files = _examples_in_files(settings, sizes)
         examples = min(examples or in_files, in_files)
-    return math.ceil(examples * float(settings["epochs"]) / batch)
+    # As `Split.steps`: the last batch of an epoch may be incomplete.
+    return math.ceil(math.ceil(examples / batch) * float(settings["epochs"]))
 
 
 def _examples_in_files(settings: Mapping[str, Any], sizes: dict[str, int]) -> int:

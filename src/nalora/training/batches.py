@@ -83,7 +83,7 @@ def passes_over(settings: RunSettings, rows: int, steps: int) -> float:
 
 def few_passes(settings: RunSettings, rows: int) -> list[str]:
     """Return a notice if the run sees only a part of its rows."""
-    passes = passes_over(settings, rows, settings.steps) if settings.steps else settings.epochs
+    passes = passes_over(settings, rows, steps_of(settings, rows))
     fix = "raise steps, or set epochs and leave steps out (steps=)" if settings.steps else "raise epochs"
     return [f"{passes:.2g} passes over the data: {fix} to train on every row"] if passes < 1 else []
 

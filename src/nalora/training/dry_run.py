@@ -47,6 +47,8 @@ _MEASURED_STEPS = 4
 _KEPT_CHECKPOINTS = 2
 # Saved relative to the unmodified base model, these adapters have twice the rank.
 _SAVED_TWICE = ("pissa", "lora-ga")
+# In torch's errors about a tensor on the meta device: without values, assigned to another's data, next to others.
+_OF_META = ("meta tensor", "incompatible tensor type", "expected device meta")
 
 
 @dataclass
@@ -228,7 +230,7 @@ def _lacks_values(error: BaseException) -> bool:
     """Whether the error is torch's for values that a tensor on the meta device does not have, or PEFT's about it."""
     if isinstance(error, NALoRAError):
         return error.__cause__ is not None and _lacks_values(error.__cause__)
-    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+    return isinstance(error, NotImplementedError) or any(words in str(error) for words in _OF_META)
 
 
 def _estimate_disk(run: Run, found: DryRun) -> None:

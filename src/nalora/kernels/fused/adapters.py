@@ -95,14 +95,14 @@ def frozen_weight(layer: nn.Module) -> FrozenWeight | None:
 
 
 def cast(groups: list[Adapters], dtype: torch.dtype) -> list[Factors]:
-    """Return the factors of every group in the given dtype."""
+    """Return the factors of every group in the given dtype, row by row in memory however PEFT's are stored."""
     factors: list[Factors] = []
     if not groups:
         return factors
     for group in groups:
         rank, first = sum(a.shape[0] for a in group.a), group.a[0]
         a = torch.empty(rank, first.shape[1], dtype=dtype, device=first.device)
-        factors.append(Factors(a, tuple(torch.empty_like(b, dtype=dtype) for b in group.b)))
+        factors.append(Factors(a, tuple(torch.empty(b.shape, dtype=dtype, device=b.device) for b in group.b)))
     sources = [a for group in groups for a in group.a]
     scaled = torch._foreach_mul(sources, [scaling for group in groups for scaling in group.scalings])
     ranks = [[a.shape[0] for a in group.a] for group in groups]

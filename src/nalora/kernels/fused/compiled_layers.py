@@ -27,6 +27,7 @@ from nalora.kernels.inert_hook import inert_hook
 from nalora.kernels.statistics.engines import can_compile
 
 _WHERE = "fuse(compile_layers=True)"
+_WITHOUT = "call fuse(model) without compile_layers"
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -149,10 +150,17 @@ class _CompiledLayer(Replacement):
             if self.checkpoints and layer.gradient_checkpointing:
                 return layer._gradient_checkpointing_func(functools.partial(self.compiled, layer, **kwargs), *args)
             return self.compiled(layer, *args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # not one of those below
+            raise NALoRAError(
+                self.name,
+                found=f"a layer for which torch.compile is at its limit, {torch._dynamo.config.recompile_limit} graphs",
+                expected="adapters whose ranks and scalings are those of all layers and do not change",
+                fix=_WITHOUT,
+            ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise NALoRAError(
                 self.name,
                 found=f"a layer that cannot be compiled as a whole: {str(error).splitlines()[0]}",
                 expected="a forward without branches that depend on data",
-                fix="call fuse(model) without compile_layers",
+                fix=_WITHOUT,
             ) from error
