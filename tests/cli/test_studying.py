@@ -80,6 +80,22 @@ def test_weights_that_are_not_there_are_missed_before_the_first_run(run, file, t
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_too_few_rows_for_the_held_out_ones_are_missed_before_the_first_run(run, file, tmp_path, options):
+    rows = "".join(json.dumps({"prompt": f"{n} + 1", "completion": str(n + 1)}) + "\n" for n in range(40))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    described = yaml.safe_load(file.read_text())
+    for name in ("settings", "train_size", "test_size"):
+        del described["settings"][name]
+    file.write_text(yaml.safe_dump(described | {
+        "settings": described["settings"] | {"task": str(tmp_path / "sums.jsonl")}, "validation_size": 200
+    }))  # fmt: skip
+    code, out, err = run("study", file, "--store", tmp_path / "store", *options)
+    assert (code, out) == (2, "")
+    assert "validation_size: 200: found 38 training examples" in err
+    assert not (tmp_path / "store").exists()
+
+
 def test_data_that_is_not_there_is_missed_before_the_first_run(run, file, tmp_path):
     described = yaml.safe_load(file.read_text())
     described["settings"] |= {"data_dir": str(tmp_path / "nowhere")}

@@ -14,6 +14,7 @@ import transformers
 from torch.optim import AdamW
 
 import nalora
+from nalora.control import fused_model
 from nalora.kernels.fused import fp8_base, fp8_refusals
 from nalora.kernels.fused.foreign import hooks_of
 from nalora.kernels.statistics import engines
@@ -373,3 +374,11 @@ def test_a_model_of_which_nothing_is_fused_is_warned_about(dropout, warned, capl
         layers = nalora.fuse(llama(lora_dropout=dropout))
     assert ("no LoRA layer is fused, all are left to PEFT: lora_dropout in training" in caplog.text) is warned
     assert repr(layers) == str(layers)
+
+
+def test_fp8_without_triton_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(fused_model, "has_triton", lambda: False)
+    model = llama()
+    with pytest.raises(nalora.NALoRAError, match=r'fuse\(base="fp8"\): found no package triton.*leave base out'):
+        nalora.fuse(model, base="fp8")
+    nalora.fuse(model).undo()

@@ -178,6 +178,7 @@ def test_an_arm_s_own_learning_rates_take_precedence_over_a_combination_s():
         ({"learning_rates": []}, "learning_rates: an empty list"),
         ({"arms": {"lora": {"method": "lorra"}}}, "did you mean lora"),
         ({"arms": {"lora": {"method": "lora", "output": "here"}}}, "output is set by the study itself"),
+        ({"settings": {"validation_size": 9}}, "validation_size is set by the study itself: write it at the top level"),
         ({"settings": {"model": "m", "task": "gym/chain_sum", "stepps": 3}}, "did you mean steps"),
         ({"seed": [0]}, "seed: no such setting of a study"),
         ({"generate": "sometimes"}, "expected one of chosen, none, all"),

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 from nalora.control.tokens import IGNORED_LABEL
 from nalora.runs.encoding import Collator
 from nalora.runs.settings import RunSettings
-from nalora.training.batches import FilledBatches, few_passes, passes_over, split_batch
+from nalora.training.batches import FilledBatches, length_notices, passes_over, split_batch
 
 
 @pytest.mark.parametrize("examples", range(1, 26))
@@ -56,9 +56,18 @@ def test_the_last_batch_of_a_pass_has_the_rows_that_are_left(rows, steps, expect
         assert split_batch(settings).steps(rows, expected) == steps
 
 
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [({}, True), ({"warmup": 0.0}, False), ({"schedule": "constant"}, False), ({"epochs": 2.0}, False)],
+)
+def test_a_run_whose_only_step_is_warm_up_is_noticed(changed, noticed):
+    settings = RunSettings("model", "task", batch_size=8, **{"epochs": 1.0, **changed})
+    assert any("learning rate of 0" in notice for notice in length_notices(settings, 8)) == noticed
+
+
 @pytest.mark.parametrize(("epochs", "expected"), [(0.4, "0.76 passes over the data: raise epochs"), (0.9, None)])
 def test_a_part_of_an_epoch_is_counted_in_whole_steps(epochs, expected):
     """Of three steps an epoch, 0.9 epochs are all, and 0.4 epochs are two."""
     settings = RunSettings("model", "task", batch_size=8, epochs=epochs)
-    notices = few_passes(settings, 21)
+    notices = length_notices(settings, 21)
     assert [expected in notice for notice in notices] == [True] if expected else notices == []

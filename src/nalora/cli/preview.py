@@ -47,7 +47,7 @@ def preview(screen: Console, run: Run, *, resume: bool, measured: bool) -> None:
 
 def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[str, str, str]]:
     """Yield (what, expected value, basis) for everything that is known."""
-    from nalora.training.batches import few_passes, passes_over
+    from nalora.training.batches import length_notices, passes_over
 
     settings, inputs, split, memory = run.settings, found.inputs, found.split, found.memory
     yield "run", f"{run.method.title} of {settings.model} on {settings.task}", f"into {settings.output}"
@@ -66,7 +66,7 @@ def _lines(run: Run, found: DryRun, timing: Measured | None) -> Iterator[tuple[s
         f"{found.steps:,} of {counted(settings.batch_size, 'row')}{stops}",
         f"{passes} each; {epochs:.3g} times the data",
     )
-    for notice in few_passes(settings, len(inputs.dataset)):
+    for notice in length_notices(settings, len(inputs.dataset)):
         yield "", notice, ""
     if memory is None:
         return

@@ -60,7 +60,7 @@ def study(
     hush_libraries()
     from nalora.studies import answer, combined
     from nalora.studies.conduct import conduct, so_far
-    from nalora.studies.cost import estimate
+    from nalora.studies.cost import estimate, examples_in_files
     from nalora.studies.signals import StoppedBySignal
     from nalora.studies.store import Store
     from nalora.studies.study import read
@@ -69,6 +69,10 @@ def study(
     screen = console()
     before = so_far(described, store)
     jobs = before.schedule.open_jobs(before.results, {} if retry_failed else before.failed)
+    if engine == "local" and not known:
+        sizes: dict[str, int] = {}
+        for job in jobs:
+            examples_in_files(job.settings, sizes)  # raises for files that have too few examples or cannot be read
     if dry_run:
         Store(store).refuse_foreign()
         for job in jobs:

@@ -15,7 +15,7 @@ from nalora.control.fused_check import Agreement, compare, drops_out, loss_and_g
 from nalora.control.fused_report import of_base, of_layers, reasons_if_nothing_is_fused
 from nalora.control.observer import is_observed
 from nalora.distributed.wrappers import unwrapped
-from nalora.errors import NALoRAError
+from nalora.errors import NALoRAError, missing_package
 from nalora.kernels.fused import linears_op
 from nalora.kernels.fused.adapters import StepFactors
 from nalora.kernels.fused.compiled_layers import compile_layers, decoder_layers, refuse_unless_compilable
@@ -90,6 +90,8 @@ class FusedModel:
         self._blocks = _fusable_blocks(model)
         self._base = None
         if base == "fp8":
+            if not has_triton():
+                raise missing_package('fuse(base="fp8")', "triton", "for its kernels", instead=", or leave base out")
             from nalora.kernels.fused.fp8_base import convert  # Triton may not be installed
 
             self._base = convert(model, keep=keep_base)

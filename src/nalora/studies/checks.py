@@ -69,7 +69,9 @@ def _run_settings(where: str, settings: Any) -> list[str]:
     if not isinstance(settings, dict):
         return []
     problems = [f"{where}: {name!r}, expected the name of a setting" for name in settings if not isinstance(name, str)]
-    return problems + [f"{where}: {name} is set by the study itself" for name in _RESERVED if name in settings]
+    place = {"validation_size": ": write it at the top level of the file"}
+    own = [f"{where}: {name} is set by the study itself{place.get(name, '')}" for name in _RESERVED if name in settings]
+    return problems + own
 
 
 def _values(prefix: str, content: Mapping[Any, Any], parts: Sequence[str]) -> list[str]:

@@ -151,22 +151,30 @@ def _steps(settings: Mapping[str, Any], task: str, batch: int, sizes: dict[str, 
     examples = settings.get("train_limit") or 0
     if not examples and task in TRAINING_EXAMPLES:
         examples = TRAINING_EXAMPLES[task] - settings["validation_size"]
-    elif tasks.is_own_data(settings["task"]) and not settings["task"].startswith(HUB):
-        in_files = _examples_in_files(settings, sizes)
-        examples = min(examples or in_files, in_files)
+    else:
+        with contextlib.suppress(NALoRAError):  # which the run reports
+            in_files = examples_in_files(settings, sizes)
+            examples = min(examples or in_files, in_files or examples)
     # As `Split.steps`: the last batch of an epoch may be incomplete.
     return math.ceil(math.ceil(examples / batch) * float(settings["epochs"]))
 
 
-def _examples_in_files(settings: Mapping[str, Any], sizes: dict[str, int]) -> int:
-    """Return the number of training examples in data files, before long ones are left out; 0 if they are not usable."""
+def examples_in_files(settings: Mapping[str, Any], sizes: dict[str, int]) -> int:
+    """Return the number of training examples in data files of the user, before long ones are left out.
+
+    `sizes` keeps the numbers, since files may take long to read; those on the hub, which a run downloads, count as 0.
+
+    Raises:
+        NALoRAError: files that cannot be read, or too few examples for the held-out ones.
+    """
+    if not tasks.is_own_data(settings["task"]) or settings["task"].startswith(HUB):
+        return 0
     names = {"task", "data_dir", "validation_size", *tasks.option_types(settings["task"])}
     key = repr({name: settings[name] for name in sorted(names & settings.keys())})
     if key not in sizes:
-        run, sizes[key] = check(settings), 0
-        with contextlib.suppress(NALoRAError):  # which the run reports
-            task = tasks.get(run.settings.task, data_dir=run.settings.data_dir, **run.task_options)
-            sizes[key] = len(task.validation_split(run.settings.validation_size)[0])
+        run = check(settings)
+        task = tasks.get(run.settings.task, data_dir=run.settings.data_dir, **run.task_options)
+        sizes[key] = len(task.validation_split(run.settings.validation_size)[0])
     return sizes[key]
 
 

@@ -164,7 +164,8 @@ def refuse_longer(steps: int, whole: int) -> None:
             f"--steps {steps}",
             found=f"a run of {counted(whole, 'step')}",
             expected="fewer steps than the whole run has",
-            fix=f"train {-(-(steps + 1) // whole)} times as long (epochs=… or steps=…), or with a smaller batch_size",
+            fix=(f"give --steps {max(1, whole // 3)}, or " if whole > 1 else "")
+            + f"train {-(-(steps + 1) // whole)} times as long (epochs=… or steps=…), or with a smaller batch_size",
         )
 
 

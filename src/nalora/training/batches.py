@@ -81,11 +81,15 @@ def passes_over(settings: RunSettings, rows: int, steps: int) -> float:
     return passes + min(1.0, further * settings.batch_size / rows)
 
 
-def few_passes(settings: RunSettings, rows: int) -> list[str]:
-    """Return a notice if the run sees only a part of its rows."""
-    passes = passes_over(settings, rows, steps_of(settings, rows))
-    fix = "raise steps, or set epochs and leave steps out (steps=)" if settings.steps else "raise epochs"
-    return [f"{passes:.2g} passes over the data: {fix} to train on every row"] if passes < 1 else []
+def length_notices(settings: RunSettings, rows: int) -> list[str]:
+    """Return notices if the run sees only a part of its rows, or trains nothing because its only step is warm-up."""
+    steps = steps_of(settings, rows)
+    passes = passes_over(settings, rows, steps)
+    longer = "raise steps, or set epochs and leave steps out (steps=)" if settings.steps else "raise epochs"
+    notices = [f"{passes:.2g} passes over the data: {longer} to train on every row"] if passes < 1 else []
+    if steps == 1 and settings.warmup and settings.schedule not in ("constant", "range_test"):
+        notices.append("the only step has a learning rate of 0, as warm-up begins there: set warmup=0, or train longer")
+    return notices
 
 
 class FilledBatches(BatchSampler):

@@ -27,7 +27,7 @@ from nalora.runs.settings import Run
 from nalora.runs.targets import near_names
 from nalora.runs.values import refuse_missing_loggers
 from nalora.training.accelerations import larger_loss_chunks, liger_contained
-from nalora.training.batches import few_passes, last_step, make_start, steps_of
+from nalora.training.batches import last_step, length_notices, make_start, steps_of
 from nalora.training.callbacks import GracefulStop, ProgressBar, RunRecord, StopAfter
 from nalora.training.checkpointing import CheckpointSchedule
 from nalora.training.claim import Claim, claimed, step_of
@@ -80,7 +80,7 @@ def train(run: Run, *, resume: bool = False, take_over: bool = False, console: C
         with bars(console, transient=True, after=1) as report:
             inputs = prepare(task, loaded, settings, report)
         last_step(settings, steps_of(settings, len(inputs.dataset)))
-        for line in (*inputs.notices(settings.max_length), *few_passes(settings, len(inputs.dataset))):
+        for line in (*inputs.notices(settings.max_length), *length_notices(settings, len(inputs.dataset))):
             console.print(line, highlight=False)
         with contextlib.ExitStack() as stack:
             if settings.liger:
