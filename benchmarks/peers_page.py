@@ -43,6 +43,8 @@ GOALS = {
     ],
 }  # fmt: skip
 RANK_GOAL = 1.12
+# The commit of the ranks, the last measured one whose fused layers kept the outputs of norms.
+KEPT_NORM_OUTPUTS = "ddb15cbb"
 INTRODUCTION = """
 # Training step next to other projects
 
@@ -152,6 +154,8 @@ def by_rank(rows: list[Row]) -> Iterator[str]:
         ordered = sorted(ranks)
         shared = [name for name in ranks[ordered[0]] if sum(name in ranks[rank] for rank in ordered) > 1]
         yield f"\n## Step and memory by rank: {rest}\n\nMilliseconds per step, and peak GiB.\n"
+        if older := older_ranks(rows, ranks):
+            yield f"{older}\n"
         yield f"| variant | {' | '.join(f'r = {rank}' for rank in ordered)} |\n|---|{'---|' * len(ordered)}"
         for name in shared:
             found = [ranks[rank].get(name) for rank in ordered]
@@ -160,6 +164,21 @@ def by_rank(rows: list[Row]) -> Iterator[str]:
         if 8 in ranks and 128 in ranks and GRAPHS in ranks[8] and GRAPHS in ranks[128]:
             value = float(ranks[128][GRAPHS]["p50"]) / float(ranks[8][GRAPHS]["p50"])
             yield f"\n- {GRAPHS}: time at r = 128 relative to r = 8 {verdict(value, RANK_GOAL)}"
+
+
+def older_ranks(rows: list[Row], by_rank: dict[int, dict[str, Row]]) -> str:
+    """Return a sentence about the age of the ranks if fused layers kept more then than in the newest run; else ""."""
+    lowest = by_rank[min(by_rank)].get(GRAPHS)
+    if lowest is None or lowest["commit"] != KEPT_NORM_OUTPUTS:
+        return ""
+    newest = latest(rows, QUESTION)[lowest["setting"]][GRAPHS]
+    if newest["commit"] == KEPT_NORM_OUTPUTS:
+        return ""
+    return (
+        f"The ranks were measured (commit {lowest['commit']}) before outputs of norms were computed again in the\n"
+        f"backward pass. Since then fused layers with CUDA graphs take {float(newest['p50']):.0f} ms and "
+        f"{float(newest['peak_gib']):.1f} GiB at r = {min(by_rank)} (commit {newest['commit']})."
+    )
 
 
 def profiles(rows: list[Row]) -> Iterator[str]:
