@@ -43,6 +43,9 @@ GOALS = {
     ],
 }  # fmt: skip
 RANK_GOAL = 1.12
+FP8_PRODUCTS = """
+With an FP8 base "LoRA products" contain the FP8 products of the frozen weights: a product belongs to an adapter if one
+of its operands has a dimension of at most three ranks, and the scales of an FP8 product have the size [tokens, 1]."""
 # The commit of the ranks, the last measured one whose fused layers kept the outputs of norms.
 KEPT_NORM_OUTPUTS = "ddb15cbb"
 INTRODUCTION = """
@@ -89,7 +92,17 @@ def cell(value: float | None) -> str:
 
 
 def verdict(value: float, limit: float) -> str:
-    return f"{value:.3f}, goal ≤ {limit}: {'reached' if value <= limit else '**not reached**'}"
+    return f"{value:.3f}, goal ≤ {limit}: {reached(value <= limit)}"
+
+
+def reached(is_reached: bool) -> str:
+    return "reached" if is_reached else "**not reached**"
+
+
+def place(setting: str) -> tuple[bool, bool, int, int]:
+    """Return where a setting is on the page: ranks ascending, then 4-bit bases, then long sequences."""
+    rank, length = (re.search(pattern, setting) for pattern in (r"r=(\d+)", r"\dx(\d+)"))
+    return kind(setting) == "long", "NF4" in setting, *(int(match[1]) if match else 0 for match in (length, rank))
 
 
 def beside_peers(rows: list[Row]) -> Iterator[str]:
@@ -97,7 +110,7 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
     by_setting = latest(rows, QUESTION)
     if by_setting:
         yield INTRODUCTION
-    for setting, variants in by_setting.items():
+    for setting, variants in sorted(by_setting.items(), key=lambda item: place(item[0])):
         first = next(iter(variants.values()))
         yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {first['device']}, torch {first['torch']}, "
         yield f"transformers {first['transformers']}, peft {first['peft']}, commit {first['commit']}."
@@ -196,6 +209,8 @@ def profiles(rows: list[Row]) -> Iterator[str]:
         for part in [*parts, "step"]:
             cells = (f"{float(groups[part]['p50']):.1f}" if part in groups else "" for groups in variants.values())
             yield f"| {part} | {' | '.join(cells)} |"
+        if any("FP8" in name for name in variants):
+            yield FP8_PRODUCTS
 
 
 def tiles(rows: list[Row]) -> Iterator[str]:
