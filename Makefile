@@ -2,7 +2,7 @@
 #
 #   make test        linters, types and the quick tests (minutes)
 #   make test-oldest a short suite with the oldest versions of PEFT, transformers, … (three minutes)
-#   make demo        a real small model trained two ways and evaluated (seven minutes on two CPU cores)
+#   make demo        a real small model trained two ways and evaluated (nine minutes on two CPU cores)
 #
 # constraints.txt pins torch. It is installed first and by itself, so that pip takes the build that this machine's
 # index offers: the CPU build where only that is offered, the CUDA build, with the same pin, on a machine with a GPU.

@@ -43,6 +43,11 @@ GOALS = {
     ],
 }  # fmt: skip
 RANK_GOAL = 1.12
+FP8_PRODUCTS = """
+With an FP8 base "LoRA products" contain the FP8 products of the frozen weights: a product belongs to an adapter if one
+of its operands has a dimension of at most three ranks, and the scales of an FP8 product have the size [tokens, 1]."""
+# The commit of the ranks, the last measured one whose fused layers kept the outputs of norms.
+KEPT_NORM_OUTPUTS = "ddb15cbb"
 INTRODUCTION = """
 # Training step next to other projects
 
@@ -87,7 +92,17 @@ def cell(value: float | None) -> str:
 
 
 def verdict(value: float, limit: float) -> str:
-    return f"{value:.3f}, goal ≤ {limit}: {'reached' if value <= limit else '**not reached**'}"
+    return f"{value:.3f}, goal ≤ {limit}: {reached(value <= limit)}"
+
+
+def reached(is_reached: bool) -> str:
+    return "reached" if is_reached else "**not reached**"
+
+
+def place(setting: str) -> tuple[bool, bool, int, int]:
+    """Return where a setting is on the page: ranks ascending, then 4-bit bases, then long sequences."""
+    rank, length = (re.search(pattern, setting) for pattern in (r"r=(\d+)", r"\dx(\d+)"))
+    return kind(setting) == "long", "NF4" in setting, *(int(match[1]) if match else 0 for match in (length, rank))
 
 
 def beside_peers(rows: list[Row]) -> Iterator[str]:
@@ -95,7 +110,7 @@ def beside_peers(rows: list[Row]) -> Iterator[str]:
     by_setting = latest(rows, QUESTION)
     if by_setting:
         yield INTRODUCTION
-    for setting, variants in by_setting.items():
+    for setting, variants in sorted(by_setting.items(), key=lambda item: place(item[0])):
         first = next(iter(variants.values()))
         newest = max((row for row in variants.values() if row["p50"]), key=rows.index, default=first)
         yield f"\n## {setting}\n\n`python benchmarks/training_step.py`. {newest['device']}, torch {newest['torch']}, "
@@ -153,6 +168,8 @@ def by_rank(rows: list[Row]) -> Iterator[str]:
         ordered = sorted(ranks)
         shared = [name for name in ranks[ordered[0]] if sum(name in ranks[rank] for rank in ordered) > 1]
         yield f"\n## Step and memory by rank: {rest}\n\nMilliseconds per step, and peak GiB.\n"
+        if older := older_ranks(rows, ranks):
+            yield f"{older}\n"
         yield f"| variant | {' | '.join(f'r = {rank}' for rank in ordered)} |\n|---|{'---|' * len(ordered)}"
         for name in shared:
             found = [ranks[rank].get(name) for rank in ordered]
@@ -161,6 +178,21 @@ def by_rank(rows: list[Row]) -> Iterator[str]:
         if 8 in ranks and 128 in ranks and GRAPHS in ranks[8] and GRAPHS in ranks[128]:
             value = float(ranks[128][GRAPHS]["p50"]) / float(ranks[8][GRAPHS]["p50"])
             yield f"\n- {GRAPHS}: time at r = 128 relative to r = 8 {verdict(value, RANK_GOAL)}"
+
+
+def older_ranks(rows: list[Row], by_rank: dict[int, dict[str, Row]]) -> str:
+    """Return a sentence about the age of the ranks if fused layers kept more then than in the newest run; else ""."""
+    lowest = by_rank[min(by_rank)].get(GRAPHS)
+    if lowest is None or lowest["commit"] != KEPT_NORM_OUTPUTS:
+        return ""
+    newest = latest(rows, QUESTION)[lowest["setting"]][GRAPHS]
+    if newest["commit"] == KEPT_NORM_OUTPUTS:
+        return ""
+    return (
+        f"The ranks were measured (commit {lowest['commit']}) before outputs of norms were computed again in the\n"
+        f"backward pass. Since then fused layers with CUDA graphs take {float(newest['p50']):.0f} ms and "
+        f"{float(newest['peak_gib']):.1f} GiB at r = {min(by_rank)} (commit {newest['commit']})."
+    )
 
 
 def profiles(rows: list[Row]) -> Iterator[str]:
@@ -178,6 +210,8 @@ def profiles(rows: list[Row]) -> Iterator[str]:
         for part in [*parts, "step"]:
             cells = (f"{float(groups[part]['p50']):.1f}" if part in groups else "" for groups in variants.values())
             yield f"| {part} | {' | '.join(cells)} |"
+        if any("FP8" in name for name in variants):
+            yield FP8_PRODUCTS
 
 
 def tiles(rows: list[Row]) -> Iterator[str]:

@@ -80,10 +80,10 @@ def fused(rows: list[Row]) -> list[str]:
     found = fused_layers(rows)
     if found is None:
         return []
-    setting, time, memory = found
+    name, setting, time, memory = found
     return [
-        f"`nalora.fuse` with Liger's kernels, cuDNN's attention and CUDA graphs takes {time:.2f} of the time and",
-        f"{memory:.2f} of the memory of PEFT's LoRA ({setting}).",
+        f"{name} with Liger's kernels, cuDNN's attention and CUDA graphs takes {time:.2f} of the time and",
+        f"{memory:.2f} of the memory of PEFT's LoRA ({setting}; the newest run of [performance](performance.md)).",
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from findings_page.findings import ACCURACY, one_family
 from tables.run_tables import Run
-from tables.stored_answers import FULL, answers, study, values
+from tables.stored_answers import FULL, answer_of, answers, study, values
 
 from choosing_page.method_choice import STUDY
 from nalora.errors import counted
@@ -103,6 +103,10 @@ def accuracy(results: Path) -> list[str]:
     text = f"- **Losses, not answers.** Differences are in test loss. Accuracy on GSM8K is low for this model: {shown}"
     if study(STUDY).generate == "none":
         text += f"; `{STUDY}` generated no answers"
+        part = answer_of(results, STUDY)
+        shared = [arm for arm, found in values(part, ACCURACY).items() if found] if ACCURACY in part["measures"] else []
+        if shared:
+            text += f" of its own (its accuracies of {', '.join(shared)} are of runs that it shares with `gsm8k`)"
     return [f"{text}. What a difference in loss means for the answers of a larger model has not been measured."]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from findings_page.pooled import compared
 from tables.noise import Trainings
-from tables.stored_answers import TITLES, Answer, answer_of, study
+from tables.stored_answers import BASES, TITLES, Answer, answer_of, on_plain_base, study
 
 from choosing_page.method_choice import STUDY
 from nalora.errors import counted
@@ -22,11 +22,11 @@ def na_lora(results: Path, trained: Trainings, store: Path) -> list[str]:
     """Return how NA-LoRA compares with LoRA, and with its mask on random channels, over all studies."""
     with_lora: list[tuple[str, Answer]] = []
     with_random: list[tuple[str, Answer]] = []
-    for name, title in {**TITLES, STUDY: "GSM8K (equal-cost)"}.items():
+    for name, title in {**TITLES, STUDY: "GSM8K (equal-cost)", BASES: f"GSM8K ({BASES})"}.items():
         if not (results / name / "answer.json").is_file():
             continue
         part, arms = answer_of(results, name), {arm.name: arm.settings for arm in study(name).arms}
-        own = [arm for arm, settings in arms.items() if is_na_lora(settings)]
+        own = [arm for arm in on_plain_base(name) if is_na_lora(arms[arm])]
         with_lora += [
             (title, row)
             for row in _rows(part, "comparisons")
@@ -40,7 +40,19 @@ def na_lora(results: Path, trained: Trainings, store: Path) -> list[str]:
     return [
         f"- {_counts(with_lora, 'LoRA')}",
         f"- {_counts(with_random, 'the same mask on random channels')}",
+        *_untuned(results),
         *_pooled(results, trained, store),
+    ]
+
+
+def _untuned(results: Path) -> list[str]:
+    """Return the remark on the rate of the study of bases, if it has been run."""
+    if not (results / BASES / "answer.json").is_file():
+        return []
+    (rate,) = study(BASES).learning_rates
+    return [
+        f"- `{BASES}` searched no learning rate: both have {rate:g}, which `gsm8k` chose for both with one seed "
+        "([details](findings.md#at-one-rate-that-was-not-tuned))."
     ]
 
 

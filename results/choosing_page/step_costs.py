@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import harness
+from first_screen import GRAPHED
 from methods_page import BASELINE, Cost, latest
 from page import Row, measured_on, settings
-from peers_page import GRAPHS, PEFT, QUESTION, ranks_measured, ratio
+from peers_page import GRAPHS, PEFT, QUESTION, older_ranks, ranks_measured, ratio
 from peers_page import latest as latest_with_peers
 
 # Costs are those of 8B shapes: steps of the small model wait for Python, whose speed varied (docs/methods.md).
 LARGE = "8b"
-FASTEST = "nalora.fuse + Liger, cuDNN attention, CUDA graphs"
+# With CUDA graphs, Liger's kernels and cuDNN's attention; a run without the first has the second.
+FASTEST = {GRAPHED: "`nalora.fuse`", GRAPHS: "NA-LoRA on fused layers"}
 # Fused layers were measured at every rank with NA-LoRA attached.
 OF_RANKS = {PEFT: "PEFT LoRA", GRAPHS: "fused layers (with NA-LoRA, Liger, cuDNN attention, CUDA graphs)"}
 
@@ -71,6 +73,7 @@ def rank_table(rows: list[Row]) -> list[str]:
         lowest = by_rank[ranks[0]]
         lines += [
             f"{setting}; {measured_on(lowest[PEFT])}",
+            *filter(None, [older_ranks(rows, by_rank)]),
             "",
             f"| | {' | '.join(f'r = {rank}' for rank in ranks)} |",
             "|---|" + "---|" * len(ranks),
@@ -94,13 +97,24 @@ def rank_ratios(rows: list[Row]) -> tuple[int, int, float, float] | None:
     return None
 
 
-def fused_layers(rows: list[Row]) -> tuple[str, float, float] | None:
-    """Return the setting, and time and memory of fused layers relative to PEFT's LoRA in the same run."""
-    for setting, variants in latest_with_peers(rows, QUESTION).items():
-        if FASTEST in variants:
-            time, memory = (ratio(variants[FASTEST], quantity, PEFT, rows) for quantity in ("p50", "peak_gib"))
-            return (setting, time, memory) if time and memory else None
+def fused_layers(rows: list[Row]) -> tuple[str, str, float, float] | None:
+    """Return name, setting, time and memory of fused layers relative to PEFT's LoRA, in the newest run that has both.
+
+    The setting is the first one, as in the README's table.
+    """
+    setting = next(iter(latest_with_peers(rows, QUESTION)), "")
+    runs = [row["run"] for row in rows if row["setting"] == setting and row["variant"] == PEFT and row["p50"]]
+    for run in reversed(dict.fromkeys(runs)):
+        for name, title in FASTEST.items():
+            row = _of_run(rows, run, setting, name)
+            time, memory = (row and ratio(row, quantity, PEFT, rows) for quantity in ("p50", "peak_gib"))
+            if time and memory:
+                return title, setting, time, memory
     return None
+
+
+def _of_run(rows: list[Row], run: str, setting: str, variant: str) -> Row | None:
+    return next((r for r in rows if (r["run"], r["setting"], r["variant"]) == (run, setting, variant)), None)
 
 
 def _of_rank(row: Row | None, lowest: Row, quantity: str, unit: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from tables.arm_states import LORA, NOT_FINISHED, State, shown_share, states
-from tables.stored_answers import FULL, Answer, answer_of
+from tables.stored_answers import BASES, FULL, Answer, answer_of, on_plain_base, study, values
 
 from nalora.studies.questions import LOSS
 
@@ -62,6 +63,25 @@ def claim(arms: Sequence[State], judged: Sequence[State]) -> str:
     return f"Judged on a second task (half of the gap on both is claimed): {'; '.join(cells)}."
 
 
+def untuned(results: Path) -> list[str]:
+    """Return how NA-LoRA compares with LoRA in the study of bases, on the base in its own precision."""
+    if not (results / BASES / "answer.json").is_file():
+        return []
+    part, (rate,) = answer_of(results, BASES), study(BASES).learning_rates
+    rows = [row for row in part["comparisons"][LOSS] if row["method"] in on_plain_base(BASES)]
+    return [
+        f"Learning rate {rate:g} for both; corrected over the {len(part['comparisons'][LOSS])} arms of the study.",
+        "",
+        "| arm | test loss | difference from LoRA, 95 % interval | seeds | corrected p | verdict |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['method']} | {_mean(part, row['method']):.4f} (LoRA: {_mean(part, row['baseline']):.4f}) | "
+            f"{_interval(row)} | {row['seeds']} | {row['adjusted_p']:.2g} | **{row['verdict']}** |"
+            for row in rows
+        ),
+    ]
+
+
 def lora_pro(results: Path) -> list[str]:
     """Return a sentence with both modes of LoRA-Pro, each compared with LoRA in its own study."""
     efficient = _row(answer_of(results, "gsm8k"), "lora-pro")
@@ -76,9 +96,14 @@ def _row(part: Answer, arm: str) -> Answer:
     return next(dict(row) for row in part["comparisons"][LOSS] if row["method"] == arm)
 
 
-def _shown(row: Answer) -> str:
+def _mean(part: Answer, arm: str) -> float:
+    return statistics.fmean(values(part)[arm].values())
+
+
+def _interval(row: Answer) -> str:
     low, high = row["interval"]
-    return (
-        f"{row['difference']:+.4f} ({low:+.4f} … {high:+.4f}; {row['seeds']} seeds, "
-        f"corrected p = {row['adjusted_p']:.2g}: {row['verdict']})"
-    )
+    return f"{row['difference']:+.4f} ({low:+.4f} … {high:+.4f})"
+
+
+def _shown(row: Answer) -> str:
+    return f"{_interval(row)[:-1]}; {row['seeds']} seeds, corrected p = {row['adjusted_p']:.2g}: {row['verdict']})"

@@ -20,6 +20,9 @@ TITLES = {
     "long": "Caesar cipher, 3,000 steps",
 }
 FULL = "full fine-tuning"
+# Its arms differ in the base; those on the base in its own precision also compare NA-LoRA with LoRA.
+BASES = "fp8-base"
+_OTHER_BASES = ("base", "quantise")
 # The names of rows where a study has other names.
 _ELSEWHERE = {
     "na-lora": "na-lora, update",
@@ -51,6 +54,11 @@ def values(part: Answer, measure: str = LOSS) -> dict[str, BySeed]:
     """Return the values of a measure by arm and seed."""
     place = part["measures"].index(measure)
     return {arm: {int(seed): value for seed, value in cells[place].items()} for arm, cells in part["values"].items()}
+
+
+def on_plain_base(name: str) -> list[str]:
+    """Return the arms of a study whose base model is neither converted nor quantised."""
+    return [arm.name for arm in study(name).arms if not any(arm.settings.get(key) for key in _OTHER_BASES)]
 
 
 def families(name: str, part: Answer) -> list[list[Answer]]:

@@ -114,11 +114,33 @@ def test_long_context_and_four_bits_have_their_own_goals():
     assert "time relative to Unsloth 0.990, goal ≤ 1.0: reached" in text
 
 
+def test_goals_of_the_other_tables_are_marked():
+    names = {"PEFT LoRA": 100.0, "PEFT LoRA, graph": 30.0, "NA-LoRA, graph": 25.0}
+    text = lines(page.small_model, [row(name, ms, question="small model") for name, ms in names.items()])
+    assert "| 3.33 | ≥ 4 **not reached** |" in text
+    assert "| 4.00 | ≥ 4 reached |" in text
+    rows = [row(name, 1.0306, question="cpu step", unit=unit) for name, unit in (("a", "ratio"), ("b", "share"))]
+    text = lines(page.cpu, rows)
+    assert "| a | ratio | 1.0306 | 1.0306 | 1.0306 | ≤ 1.03 **not reached** |" in text
+    assert "| b | share | 1.0306 | 1.0306 | 1.0306 |  |" in text
+
+
+def test_settings_are_in_the_order_of_ranks_then_four_bits_then_length():
+    ordered = [SETTING, SETTING.replace("r=8", "r=32"), SETTING.replace("r=8", "r=128"), SETTING.replace("bf16", "NF4"),
+               SETTING.replace("4x1024", "2x8192"), SETTING.replace("4x1024", "1x16384")]  # fmt: skip
+    rows = [row("PEFT LoRA", 1.0, setting=setting) for setting in (*ordered[2:], *ordered[:2])]
+    text = lines(peers_page.beside_peers, rows)
+    assert [line.removeprefix("## ") for line in text.split("\n") if line.startswith("## ")] == ordered
+
+
 def test_profiles_of_variants_are_columns():
     rows = [row(part, ms, setting=f"{SETTING}: {variant}", question=peers_page.PROFILE)
             for variant, parts in {"A": {"loss": 5.0, "step": 9.0}, "B": {"rope": 2.0, "step": 8.0}}.items()
             for part, ms in parts.items()]  # fmt: skip
     text = lines(peers_page.profiles, rows)
+    assert "FP8" not in text
+    on_fp8 = [entry | {"setting": f"{SETTING}: A, FP8 base"} for entry in rows]
+    assert peers_page.FP8_PRODUCTS in lines(peers_page.profiles, on_fp8)
     for expected in ("| part | A | B |", "| loss | 5.0 |  |", "| rope |  | 2.0 |", "| step | 9.0 | 8.0 |"):
         assert expected in text
 
@@ -139,7 +161,10 @@ def test_launches_small_models_and_gradients_have_their_tables():
             for part, ms in (("forward", 70.0), ("step", 160.0))]  # fmt: skip
     assert "| PEFT LoRA | 70.0 | 160.0 |" in lines(details_page.launches, rows)
     rows = [row(name, ms, question=details_page.IN_TRAINER) for name, ms in (("eager", 200.0), ("graphs", 50.0))]
-    assert "| graphs | 50.0 (50.0 … 50.0) | 4.00 |" in lines(details_page.in_trainer, rows)
+    text = lines(details_page.in_trainer, [*rows, row("fused, graphs", 80.0, question=details_page.IN_TRAINER)])
+    assert "| eager | 200.0 (200.0 … 200.0) | 1.00 |  |" in text
+    assert "| graphs | 50.0 (50.0 … 50.0) | 4.00 | ≥ 3 reached |" in text
+    assert "| 2.50 | ≥ 3 **not reached** |" in text
     whole = {
         "loss_difference": "0.01",
         "gradient_error": "0.27",

@@ -51,10 +51,37 @@ def test_ranks_are_multiples_of_the_lowest():
 
 def test_fused_layers_are_compared_within_one_run():
     module = script("choosing_page.step_costs")
-    rows = [step(module.PEFT, 200, 20, module.QUESTION), step(module.FASTEST, 100, 12, module.QUESTION)]
+    rows = [step(module.PEFT, 200, 20, module.QUESTION), step(module.GRAPHED, 100, 12, module.QUESTION)]
     later = step(module.PEFT, 400, 40, module.QUESTION, run="2")
-    assert module.fused_layers([*rows, later])[1:] == (0.5, 0.6)
+    assert module.fused_layers([*rows, later])[2:] == (0.5, 0.6)
     assert module.fused_layers([*rows[:1], later]) is None
+
+
+def test_fused_layers_are_those_of_the_newest_run_with_peft():
+    """NA-LoRA's, under that name, if that run did not measure `nalora.fuse`."""
+    module = script("choosing_page.step_costs")
+    rows = [
+        step(variant, ms, gib, module.QUESTION, run=run)
+        for run, variant, ms, gib in (
+            ("1", module.PEFT, 200, 20), ("1", module.GRAPHED, 100, 12),
+            ("2", module.PEFT, 400, 40), ("2", module.GRAPHS, 100, 10),
+        )
+    ]  # fmt: skip
+    assert module.fused_layers(rows)[2:] == (0.25, 0.25)
+    assert module.fused_layers(rows)[0] != module.fused_layers(rows[:2])[0] == "`nalora.fuse`"
+
+
+def test_ranks_of_an_older_commit_are_named():
+    module = script("choosing_page.step_costs")
+    older = importlib.import_module("peers_page").KEPT_NORM_OUTPUTS
+    rows = [
+        step(variant, 100, 10, module.QUESTION, f"8b, 4x1024, r={rank}, bf16 base") | {"commit": older}
+        for rank in (8, 128)
+        for variant in (module.PEFT, module.GRAPHS)
+    ]
+    assert "norms" not in "".join(module.rank_table(rows))
+    newer = rows[1] | {"commit": "new", "p50": "110", "run": "2"}
+    assert "take 110 ms and 10.0 GiB at r = 8 (commit new)" in "".join(module.rank_table([*rows, newer]))
 
 
 def test_arms_have_the_names_of_the_measured_methods(monkeypatch):

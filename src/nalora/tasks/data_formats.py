@@ -211,7 +211,7 @@ def reader_for(where: str, row: Row, format: str | None = None, columns: Mapping
         where,
         found=f"the columns {', '.join(map(str, row)) or 'none'}",
         expected=f"those of one format: {formats}",
-        fix="name them with columns, as in columns={prompt: your_column, completion: another}",
+        fix='name them with columns, as in "columns={prompt: your_column, completion: another}"',
     )
 
 

@@ -66,7 +66,7 @@ def datasets_library(where: str, instead: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise missing_package(where, "datasets", "to read this data", "nalora[hub]", f", or {instead}") from error
+        raise missing_package(where, "datasets", "to read this data", "'nalora[hub]'", f", or {instead}") from error
     return datasets
 
 
