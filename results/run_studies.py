@@ -4,13 +4,14 @@ python results/run_studies.py STUDY [STUDY …] --minutes 25 [--per-gpu 9] [--st
 
 The store gets all runs of the tables first, so that none is trained again. The studies run in the order of the command,
 as many runs at a time as --per-gpu says; they share the GPU by CUDA's multi-process service, if it is installed. At the
-end of the time the current study is stopped as Ctrl-C stops it. The last lines say how long training and evaluation of
-a run took: a GPU whose runs are evaluated longer than they are trained is wasted.
+end of the time the current study is stopped by SIGTERM, and continues in the next call. The last lines say how long
+training and evaluation of a run took: a GPU whose runs are evaluated longer than they are trained is wasted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -64,18 +65,19 @@ def share_gpu(store: Path) -> None:
 
 
 def run(study: str, store: Path, per_gpu: int, seconds: float) -> str:
-    """Run one study until it is finished or the time is over; return which."""
+    """Run one study until it is finished or the time is over; return which. None of its processes is left."""
     command = [sys.executable, "-m", "nalora", "study", study, "--per-gpu", str(per_gpu), "--store", str(store)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         return "finished" if process.wait(seconds) == 0 else "ended with missing runs"
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
+        process.terminate()  # SIGINT is ignored in processes of a script's background jobs
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            process.kill()
         return "out of time"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def phases(store: Path, began: float) -> list[str]:

@@ -14,4 +14,7 @@ def cache_folder() -> Path:
 def expanded(path: str | os.PathLike[str]) -> Path:
     """Return a path with ~ and ~user replaced by home directories; that of an unknown user is kept as it is."""
     # Path.expanduser raises RuntimeError for it, although a file may well be called "~0".
-    return Path(os.path.expanduser(path))
+    try:
+        return Path(os.path.expanduser(path))
+    except UnicodeEncodeError:  # a name with a lone surrogate, which no user has
+        return Path(path)
